@@ -1,0 +1,1 @@
+"""Benchmarks of the proposers, each a command: ``python -m bench --help``."""

@@ -1,0 +1,66 @@
+"""Which module, and whose head, makes which draft: an architecture's descriptor and the plan made from it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescriptor:
+    """What the framework has to know of a draft architecture.
+
+    Attributes:
+        architecture: the draft's, as in its Hugging Face config after vLLM's override (`Step3p5MTP`).
+        modules_key: the config attribute that counts the modules; None for a model of one module.
+        own_heads: every module has a head of its own, which must not be replaced by the target's.
+    """
+
+    architecture: str
+    modules_key: str | None = None
+    own_heads: bool = False
+
+    def count_modules(self, hf_config: Any) -> int:
+        """Number of modules of this checkpoint.
+
+        Raises:
+            ValueError: the config names none.
+        """
+        if self.modules_key is None:
+            return 1
+        count = getattr(hf_config, self.modules_key, None)
+        if not count:
+            raise ValueError(
+                f"The config of this {self.architecture} checkpoint has {self.modules_key}={count!r}: there is no "
+                "module to draft with. Use a checkpoint with its MTP layers, or serve without a speculative config."
+            )
+        return int(count)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """The steps of one drafting pass: step i makes draft i + 1 with module `module_of_step(i)` and that module's head.
+
+    The rollout of Step-3.5 goes through its modules one after another, and starts again at the first once they are
+    used up. With one module every step is its own.
+    """
+
+    num_modules: int
+    num_speculative_tokens: int
+
+    @classmethod
+    def make(
+        cls, descriptor: DraftDescriptor, hf_config: Any, num_speculative_tokens: int, max_model_len: int
+    ) -> "DraftPlan":
+        """Checks that the model can make that many drafts.
+
+        Raises:
+            ValueError: it can't.
+        """
+        if num_speculative_tokens >= max_model_len:
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens} leaves no room for a prompt in "
+                f"max_model_len={max_model_len}: no step could ever draft. Use fewer drafts or a longer max_model_len."
+            )
+        return cls(descriptor.count_modules(hf_config), num_speculative_tokens)
+
+    def module_of_step(self, step: int) -> int:
+        return step % self.num_modules

@@ -1,0 +1,174 @@
+"""The vLLM plugin: the entry point and the ledger of host patches.
+
+vLLM calls `register` in every process, sometimes twice. It imports nothing heavy until it has to, changes nothing
+until everything that it is going to change has been checked, and raises where it finds another host than it knows.
+"""
+
+import logging
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mtp.compat import Patch, apply_patches, check_vllm_version
+from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, load_proposer
+
+logger = logging.getLogger("vllm.proposers")
+
+
+def register() -> None:
+    """Entry point in the group `vllm.general_plugins`.
+
+    Raises:
+        mtp.compat.HostMismatchError: this vLLM is not supported.
+        ValueError: `MTP_PROPOSERS` holds an unknown word.
+    """
+    mode = Mode.from_env()
+    if mode is Mode.OFF:
+        return
+    import vllm
+
+    check_vllm_version(vllm.__version__)
+    apply_patches(START_UP_FIXES + (DRAFTING if mode is Mode.ON else ()), vllm.__version__)
+
+
+# Start-up fixes: for models that vLLM itself can't start.
+
+
+def _keep_layer_types(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        layer_types = kwargs.get("layer_types")
+        if layer_types is not None and len(layer_types) > self.num_hidden_layers:
+            self.mtp_layer_types = list(layer_types[self.num_hidden_layers :])
+
+    return __init__
+
+
+def _restore_layer_types(original: Any) -> Any:
+    def hf_config_override(hf_config: Any) -> Any:
+        config = original(hf_config)
+        extra = getattr(config, "mtp_layer_types", None)
+        if config.model_type == "step3p5_mtp" and extra and len(config.layer_types) == config.num_hidden_layers:
+            config.layer_types = [*config.layer_types, *extra]
+        return config
+
+    return hf_config_override
+
+
+START_UP_FIXES = (
+    Patch(
+        target="vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__",
+        parameters=tuple(
+            "self hidden_size intermediate_size num_attention_heads num_attention_groups num_hidden_layers max_seq_len "
+            "vocab_size rms_norm_eps moe_every_n_layer use_moe moe_intermediate_size moe_num_experts moe_top_k "
+            "moe_layer_offset rope_theta rope_scaling head_dim share_expert_dim norm_expert_weight bos_token_id "
+            "eos_token_id moe_router_activation moe_router_scaling_factor att_impl_type use_head_wise_attn_gate "
+            "use_moe_router_bias need_fp32_gate layer_types use_rope_layers yarn_only_types attention_other_setting "
+            "num_nextn_predict_layers swiglu_limits swiglu_limits_shared max_position_embeddings kwargs".split()
+        ),
+        replace=_keep_layer_types,
+        why="the config forgets the attention types of the MTP layers, which lie past num_hidden_layers; the target's "
+        "own list must stay short, or strict validation refuses it under extract_hidden_states.",
+        upstream="vllm-project/vllm#40000",
+        until="vLLM 0.32 is no longer supported",
+        versions=SpecifierSet("<0.33"),
+    ),
+    Patch(
+        target="vllm.config.speculative:SpeculativeConfig.hf_config_override",
+        parameters=("hf_config",),
+        replace=_restore_layer_types,
+        why="the draft's layers index past the target's list and fail to start without it.",
+        upstream="vllm-project/vllm#40000",
+        until="vLLM 0.32 is no longer supported",
+        versions=SpecifierSet("<0.33"),
+    ),
+)
+
+
+# Drafting: the V1 runner asks `use_step3p5_mtp()` whether to take its multi-group branch, builds what the name
+# `Step3p5MTPProposer` stands for in its module, and hands block tables per group to instances of that name.
+
+
+def _is_multi_group(original: Any) -> Any:
+    def use_step3p5_mtp(self: Any) -> bool:
+        architecture = draft_architecture(self)
+        if architecture is not None and architecture not in PROPOSERS:
+            logger.info(
+                "vLLM's own proposer drafts: vllm-mtp-proposers knows %s and not %s.", ", ".join(PROPOSERS), architecture
+            )
+        return is_known(self) or original(self)
+
+    return use_step3p5_mtp
+
+
+def _build_known(original: type) -> type:
+    class KnownProposer(type):
+        """Stands for all our proposers under one name of the host: a call builds, `isinstance` recognises."""
+
+        def __call__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
+            config = vllm_config.speculative_config
+            architecture = draft_architecture(config)
+            assert architecture is not None
+            proposer = load_proposer(architecture)
+            logger.info(
+                "%s.%s drafts for %s on the V1 model runner, %d tokens a step, instead of vLLM's own proposer "
+                "(MTP_PROPOSERS=upstream switches back).",
+                proposer.__module__,
+                proposer.__name__,
+                architecture,
+                config.num_speculative_tokens,
+            )
+            return proposer(vllm_config, device, runner)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            from mtp.proposer import MultiGroupProposer
+
+            return isinstance(instance, MultiGroupProposer | original)
+
+    return KnownProposer("Step3p5MTPProposer", (), {})
+
+
+def _route_to_v1(original: Any) -> Any:
+    def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
+        import vllm.envs as envs
+
+        features = original(self)
+        if not is_known(self.speculative_config):
+            return features
+        if envs.VLLM_USE_V2_MODEL_RUNNER:
+            logger.warning(
+                "VLLM_USE_V2_MODEL_RUNNER=1 asks for the V2 model runner, on which vLLM's own speculator drafts and "
+                "not vllm-mtp-proposers. Unset it to draft with this package."
+            )
+            return features
+        return [*features, "drafting by vllm-mtp-proposers (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2 and its own drafter)"]
+
+    return _get_v2_model_runner_unsupported_features
+
+
+DRAFTING = (
+    Patch(
+        target="vllm.config.speculative:SpeculativeConfig.use_step3p5_mtp",
+        parameters=("self",),
+        replace=_is_multi_group,
+        why="known architectures take the runner's multi-group branch.",
+        upstream="none yet: the runner has no registry of proposers",
+        until="vLLM lets a plugin name the proposer of a method",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:Step3p5MTPProposer",
+        parameters=("vllm_config", "device", "runner"),
+        replace=_build_known,
+        why="the runner builds its multi-group proposer, and recognises it later, by this name.",
+        upstream="none yet: the runner has no registry of proposers",
+        until="vLLM lets a plugin name the proposer of a method",
+    ),
+    Patch(
+        target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+        parameters=("self",),
+        replace=_route_to_v1,
+        why="on CUDA the V2 runner is the default and would pass us by without a word.",
+        upstream="none yet",
+        until="the proposers run on the V2 runner",
+    ),
+)

@@ -1,0 +1,54 @@
+"""From a draft architecture to its proposer. Import-light: front ends ask it too."""
+
+import importlib
+import os
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+    from mtp.proposer import MultiGroupProposer
+
+PROPOSERS = {
+    "Step3p5MTP": "proposers.step3p5:Step3p5Proposer",
+    "MiMoMTPModel": "proposers.mtp:MiMoProposer",
+}
+
+
+class Mode(StrEnum):
+    """What `MTP_PROPOSERS` asks for."""
+
+    ON = "on"
+    """Known architectures are drafted for by this package."""
+    UPSTREAM = "upstream"
+    """vLLM's own proposers, with the start-up fixes only."""
+    OFF = "off"
+    """Nothing is installed."""
+
+    @classmethod
+    def from_env(cls) -> "Mode":
+        """Raises `ValueError` for a word that it doesn't know."""
+        word = os.environ.get("MTP_PROPOSERS", cls.ON)
+        if word not in list(cls):
+            raise ValueError(f"MTP_PROPOSERS={word!r} is not a mode: set it to one of {', '.join(cls)}, or unset it.")
+        return cls(word)
+
+
+def draft_architecture(config: "SpeculativeConfig") -> str | None:
+    """The architecture that drafts under `"method": "mtp"`, else None."""
+    if config.method != "mtp" or config.draft_model_config is None:
+        return None
+    architectures = getattr(config.draft_model_config.hf_config, "architectures", None)
+    return architectures[0] if architectures else None
+
+
+def is_known(config: "SpeculativeConfig | None") -> bool:
+    """Whether this package drafts for the model."""
+    return config is not None and draft_architecture(config) in PROPOSERS
+
+
+def load_proposer(architecture: str) -> "type[MultiGroupProposer]":
+    module, _, name = PROPOSERS[architecture].partition(":")
+    proposer: Any = getattr(importlib.import_module(module), name)
+    return proposer

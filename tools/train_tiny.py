@@ -1,0 +1,245 @@
+"""Trains the tiny Step-3.5-style model and writes a checkpoint that vLLM loads.
+
+    python tools/train_tiny.py --out assets/tiny-step3p5 --minutes 8
+
+Needs PyTorch, tokenizers and tqdm, no vLLM. The text is the Python standard library's (bench/corpus.py), the target
+learns to predict it, and each module learns the target's own distribution, since what a draft must match is the
+target and not the text. An interrupted run goes on where it stopped.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.corpus import read_sources
+from tools.tiny_model import TinyConfig, TinyStep3p5
+
+END_OF_TEXT = "<|endoftext|>"
+MODULE_LOSS_WEIGHT = 0.4
+
+
+def train_tokenizer(config: TinyConfig, folder: Path):
+    """A byte-level BPE of `vocab_size` entries, written as `tokenizer.json`; it is kept if it is there already."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in read_sources(held_out=False)), trainer)
+    tokenizer.save(str(path))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "model_max_length": config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    return tokenizer
+
+
+def encode_sources(tokenizer, *, held_out: bool) -> Tensor:
+    """All files of one part, each followed by the end-of-text token, as one int16 stream."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    encodings = tokenizer.encode_batch([text for _, text in read_sources(held_out=held_out)])
+    return torch.tensor([token for e in encodings for token in (*e.ids, end)], dtype=torch.int16)
+
+
+def sample_batch(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(stream) - length, (batch,), generator=generator).to(stream.device)
+    return stream[starts[:, None] + torch.arange(length, device=stream.device)].long()
+
+
+def losses(model: TinyStep3p5, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's cross entropy with the text, and `[modules]` cross entropies with the target's distribution."""
+    logits, module_logits = model(ids)
+    target = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    teacher = logits.detach().float().softmax(dim=-1)
+    modules = []
+    for i, student in enumerate(module_logits):
+        log_probs = student[:, : -(1 + i)].float().log_softmax(dim=-1)
+        modules.append(-(teacher[:, 1 + i :] * log_probs).sum(-1).mean())
+    return target, torch.stack(modules)
+
+
+@torch.no_grad()
+def evaluate(model: TinyStep3p5, stream: Tensor, length: int, batch: int = 16) -> dict[str, object]:
+    """Loss, accuracy and, per module, how often its greedy token is the target's, on held-out text."""
+    rows = stream[: len(stream) // length * length].view(-1, length).long()
+    loss, right = [], []
+    agreement: list[list[Tensor]] = [[] for _ in model.config.module_layers]
+    for ids in rows.split(batch):
+        logits, module_logits = model(ids)
+        loss.append(F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"))
+        greedy = logits.argmax(-1)
+        right.append((greedy[:, :-1] == ids[:, 1:]).flatten())
+        for i, student in enumerate(module_logits):
+            agreement[i].append((student[:, : -(1 + i)].argmax(-1) == greedy[:, 1 + i :]).flatten())
+    return {
+        "held_out_tokens": rows.numel(),
+        "target_loss_nats": round(torch.cat(loss).mean().item(), 4),
+        "target_accuracy": round(torch.cat(right).float().mean().item(), 4),
+        "module_agreement": [round(torch.cat(a).float().mean().item(), 4) for a in agreement],
+    }
+
+
+def learning_rate(fraction: float, peak: float) -> float:
+    """Warm-up over the first 2 % of the run, then a straight line to zero."""
+    return peak * min(fraction / 0.02, 1.0) * (1.0 - fraction)
+
+
+def write_checkpoint(model: TinyStep3p5, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    state = {name: value.detach().cpu().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=1) + "\n")
+    generation = {"bos_token_id": 0, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+
+
+def write_model_card(folder: Path, report: dict[str, object]) -> None:
+    agreement = report["module_agreement"]
+    rows = "\n".join(f"| {i} | {value:.3f} |" for i, value in enumerate(agreement))
+    (folder / "README.md").write_text(
+        f"""# tiny-step3p5
+
+A {report["parameters"] / 1e6:.1f} M parameter language model of Step-3.5's architecture with {len(agreement)} chained
+multi-token-prediction modules, for demonstrations, benchmarks and tests. It has learnt nothing but the sources of
+Python's standard library and is of no other use. Weights are bfloat16.
+
+Trained by `tools/train_tiny.py` on {report["device"]}: {report["steps"]} steps, {report["minutes"]} minutes, Python
+{report["python"]}'s standard library, one file in 20 held out (`bench/corpus.py`).
+
+On {report["held_out_tokens"]} held-out tokens, in bfloat16 as shipped: loss {report["target_loss_nats"]} nats a token,
+accuracy {report["target_accuracy"]}. How often a module's greedy token is the target's:
+
+| module | agreement |
+|---|---|
+{rows}
+
+`training.json` has the same figures for programs.
+"""
+    )
+    (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--minutes", type=float, default=8.0, help="training time; the learning rate ends at zero")
+    parser.add_argument("--steps", type=int, default=100_000, help="ends earlier, for trials")
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--dropout", type=float, default=TinyConfig.dropout)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+
+    from tqdm import tqdm
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    config = TinyConfig(dropout=args.dropout)
+    tokenizer = train_tokenizer(config, args.out)
+    train, held_out = (encode_sources(tokenizer, held_out=part).to(args.device) for part in (False, True))
+    model = TinyStep3p5(config).to(args.device)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    gains = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        fused=args.device == "cuda",
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    step, spent, state_file = 0, 0.0, args.out / "training_state.pt"
+    if state_file.exists():
+        state = torch.load(state_file, map_location=args.device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["generator"].cpu())
+        step, spent = state["step"], state["spent"]
+        print(f"going on at step {step}, {spent / 60:.1f} minutes in", file=sys.stderr)
+
+    def save_state() -> None:
+        partial = state_file.with_suffix(".tmp")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "spent": spent}
+        torch.save({**state, "generator": generator.get_state()}, partial)
+        partial.replace(state_file)
+
+    def train_step(ids: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(args.device, torch.bfloat16):
+            target, modules = losses(model, ids)
+        (target + MODULE_LOSS_WEIGHT * modules.sum()).backward()
+        return target.detach(), modules.detach()
+
+    compiled_step = torch.compile(train_step) if args.device == "cuda" else train_step
+    total = args.minutes * 60
+    bar = tqdm(total=round(total), initial=round(spent), unit="s", mininterval=5, file=sys.stderr)
+    last_save = last_log = time.monotonic()
+    while spent < total and step < args.steps:
+        started = time.monotonic()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(spent / total, args.lr)
+        target, modules = compiled_step(sample_batch(train, args.batch, args.length, generator))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 20 == 0 and time.monotonic() - last_log > 5:
+            last_log = time.monotonic()
+            bar.set_postfix(step=step, target=f"{target:.3f}", modules=" ".join(f"{x:.3f}" for x in modules.tolist()))
+        elif args.device == "cuda" and step % 20 == 0:
+            torch.cuda.synchronize()  # so that the clock below sees the work
+        step += 1
+        spent += time.monotonic() - started
+        bar.update(round(spent) - bar.n)
+        if time.monotonic() - last_save > 60:
+            save_state()
+            last_save = time.monotonic()
+            model.eval()
+            bar.write(f"step {step}: {json.dumps(evaluate(model, held_out[: 32 * args.length], args.length))}")
+            model.train()
+    bar.close()
+
+    model.eval().to(torch.bfloat16).float()  # judged as shipped
+    report = {
+        **evaluate(model, held_out, args.length),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": step,
+        "minutes": round(spent / 60, 2),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "a CPU",
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "torch": torch.__version__,
+        "train_tokens": len(train),
+        "batch_tokens": args.batch * args.length,
+        "architecture": asdict(config),
+    }
+    write_checkpoint(model, args.out)
+    write_model_card(args.out, report)
+    state_file.unlink(missing_ok=True)
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
