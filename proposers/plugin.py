@@ -5,6 +5,7 @@ until everything that it is going to change has been checked, and raises where i
 """
 
 import logging
+import threading
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -108,6 +109,7 @@ def _build_known(original: type) -> type:
         def __call__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
             config = vllm_config.speculative_config
             architecture = draft_architecture(config)
+            _drafts_here.set()
             assert architecture is not None
             proposer = load_proposer(architecture)
             logger.info(
@@ -146,6 +148,22 @@ def _route_to_v1(original: Any) -> Any:
     return _get_v2_model_runner_unsupported_features
 
 
+def _expand_on_cpu(original: Any) -> Any:
+    def expand_batch_to_tokens(
+        x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Any:
+        if x.device.type != "cpu" or not _drafts_here.is_set():
+            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    return expand_batch_to_tokens
+
+
+# Set once a proposer of ours was built in this process: other methods must find the host as it is.
+_drafts_here = threading.Event()
+
+
 DRAFTING = (
     Patch(
         target="vllm.config.speculative:SpeculativeConfig.use_step3p5_mtp",
@@ -162,6 +180,15 @@ DRAFTING = (
         why="the runner builds its multi-group proposer, and recognises it later, by this name.",
         upstream="none yet: the runner has no registry of proposers",
         until="vLLM lets a plugin name the proposer of a method",
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        parameters=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        replace=_expand_on_cpu,
+        why="on the CPU the host writes the result to a temporary and returns memory that it never set, so drafts are "
+        "verified at a random temperature, top-k and top-p.",
+        upstream="vllm-project/vllm#55005",
+        until="vllm-project/vllm#55006 or its like is in every supported release",
     ),
     Patch(
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
