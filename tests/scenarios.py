@@ -1,7 +1,10 @@
 """Scenarios for `tests.engine.run`: what is asked of an engine, the same with and without speculation."""
 
+import contextlib
+import random
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 from bench.corpus import held_out_prompts
@@ -101,19 +104,59 @@ def choices(llm: LLM) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=32, stop=[word], ignore_eos=True)
         output = generate(llm, [text], params)[0].outputs[0]
         result["stop string"].append([output.text, output.finish_reason, word])
-    params = SamplingParams(n=2, temperature=0, max_tokens=32, ignore_eos=True)
-    result["n=2"] = [list(o.token_ids) for o in generate(llm, [text], params)[0].outputs]
-    params = SamplingParams(n=2, temperature=1, seed=7, max_tokens=32, ignore_eos=True)
-    result["n=2 sampled"] = [list(o.token_ids) for o in generate(llm, [text], params)[0].outputs]
-    result["n=2 sampled again"] = [list(o.token_ids) for o in generate(llm, [text], params)[0].outputs]
+    # Greedy requests may not ask for two sequences; sampling from the likeliest token alone gives greedy tokens.
+    for name, top_k in (("n=2 of one", 1), ("n=2", 0), ("n=2 again", 0)):
+        params = SamplingParams(n=2, temperature=1, top_k=top_k, seed=7, max_tokens=32, ignore_eos=True)
+        result[name] = [list(o.token_ids) for o in generate(llm, [text], params)[0].outputs]
     return result
 
 
 def samples(llm: LLM, count: int, temperature: float) -> dict[str, Any]:
     """First tokens of many seeded generations of one prompt."""
-    prompt = held_out_prompts(llm.get_tokenizer(), 1, 40)[0]
+    # Of the held-out prompts, one whose continuation is neither certain nor anyone's guess.
+    prompt = held_out_prompts(llm.get_tokenizer(), 4, 40)[3]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)
     ]
     tokens = [list(o.outputs[0].token_ids) for o in generate(llm, [prompt] * count, params)]
     return {"tokens": tokens, **state(llm)}
+
+
+def random_prompts(llm: LLM, vocab_size: int) -> dict[str, Any]:
+    """For models without a tokenizer: prompts of random tokens, alone and in a batch, around the block size."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
+    return {"tokens": [*greedy(llm, prompts[-1:]), *greedy(llm, prompts)], **state(llm)}
+
+
+def asynchronous(llm: LLM) -> dict[str, Any]:
+    config = llm.llm_engine.vllm_config.scheduler_config
+    return {"async_scheduling": config.async_scheduling, **lossless(llm)}
+
+
+def _allow_async_scheduling() -> None:
+    """vLLM turns asynchronous scheduling off on the CPU, where it gains nothing, and would wait for CUDA's events.
+
+    The scheduler and the runner's bookkeeping, which run ahead of the sampled tokens, are what a drafter has to get
+    along with, and they are the same everywhere.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def keep_async_scheduling(cls: type, vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    class DoneEvent:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.record = self.synchronize = self.wait = lambda *args: None
+
+    CpuPlatform.check_and_update_config = classmethod(keep_async_scheduling)
+    torch.Event = DoneEvent
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda device=None: None
+
+
+asynchronous.prepare = _allow_async_scheduling
