@@ -160,6 +160,15 @@ def _expand_on_cpu(original: Any) -> Any:
     return expand_batch_to_tokens
 
 
+def _constrain_nothing(original: Any) -> Any:
+    def apply_sampling_constraints(logits: Any, cu_num_draft_tokens: Any, sampling_metadata: Any) -> Any:
+        if logits.shape[0] == 0 and _drafts_here.is_set():
+            return logits
+        return original(logits, cu_num_draft_tokens, sampling_metadata)
+
+    return apply_sampling_constraints
+
+
 # Set once a proposer of ours was built in this process: other methods must find the host as it is.
 _drafts_here = threading.Event()
 
@@ -189,6 +198,15 @@ DRAFTING = (
         "verified at a random temperature, top-k and top-p.",
         upstream="vllm-project/vllm#55005",
         until="vllm-project/vllm#55006 or its like is in every supported release",
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+        parameters=("logits", "cu_num_draft_tokens", "sampling_metadata"),
+        replace=_constrain_nothing,
+        why="on the CPU a step without drafts in which every request has a top-k takes the maximum of nothing, and the "
+        "engine dies.",
+        upstream="none yet",
+        until="apply_top_k_only in vLLM's CPU path takes an empty batch",
     ),
     Patch(
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
