@@ -259,9 +259,7 @@ def make_rig(
         proposer: Any = proposer_class(config, CPU)
     proposer.model = RecordingModel(config.model_config.get_vocab_size())
     proposer._draft_attn_layer_names = {layer_name(module) for module in range(len(specs))}
-    rig = Rig(
-        proposer, proposer.model, kv_cache(*(([layer_name(module)], spec) for module, spec in enumerate(specs)))
-    )
+    rig = Rig(proposer, proposer.model, kv_cache(*(([layer_name(module)], spec) for module, spec in enumerate(specs))))
     if bind:
         rig.bind()
     return rig

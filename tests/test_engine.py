@@ -120,7 +120,9 @@ def test_drafts_are_accepted_at_least_as_often_as_the_floors() -> None:
     counted = drafted.value["metrics"]
     drafts = counted["spec_decode_num_drafts"]
     measured = [n / drafts for n in counted["spec_decode_num_accepted_tokens_per_pos"]]
-    report = ", ".join(f"position {i}: {m:.3f} (floor {f})" for i, (m, f) in enumerate(zip(measured, FLOORS, strict=True)))
+    report = ", ".join(
+        f"position {i}: {m:.3f} (floor {f})" for i, (m, f) in enumerate(zip(measured, FLOORS, strict=True))
+    )
     print(report)
     assert all(m >= f for m, f in zip(measured, FLOORS, strict=True)), report
 

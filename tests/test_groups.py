@@ -156,9 +156,7 @@ def test_kernel_blocks_address_the_memory_that_the_slots_name(config: VllmConfig
 
 def test_the_order_of_groups_does_not_depend_on_the_order_of_layers(config: VllmConfig) -> None:
     layers = draft_layers(config, full(32), sliding(32), sliding(64))
-    cache = kv_cache(
-        ([layer_name(2)], sliding(64)), ([layer_name(0)], full(32)), ([layer_name(1)], sliding(32))
-    )
+    cache = kv_cache(([layer_name(2)], sliding(64)), ([layer_name(0)], full(32)), ([layer_name(1)], sliding(32)))
     orders = [list(layers), list(reversed(layers)), [layer_name(1), layer_name(2), layer_name(0)]]
     found = []
     for order in orders:

@@ -26,9 +26,13 @@ def test_a_model_without_a_count_has_one_module_whatever_its_config_says() -> No
     assert [DraftPlan.make(SINGLE, None, 3, 100).module_of_step(step) for step in range(3)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(num_modules=0), SimpleNamespace(num_modules=None)])
+@pytest.mark.parametrize(
+    "config", [SimpleNamespace(), SimpleNamespace(num_modules=0), SimpleNamespace(num_modules=None)]
+)
 def test_a_config_that_counts_no_modules_is_refused_with_a_remedy(config: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match=r"Chained checkpoint has num_modules=(None|0): .*Use a checkpoint with its MTP"):
+    with pytest.raises(
+        ValueError, match=r"Chained checkpoint has num_modules=(None|0): .*Use a checkpoint with its MTP"
+    ):
         CHAINED.count_modules(config)
 
 
