@@ -45,10 +45,10 @@ class DraftGroup:
             RuntimeError: the host has handed over none, or one for fewer requests.
         """
         if self.block_table is None or self.block_table.shape[0] < num_reqs:
-            have = "no block table" if self.block_table is None else f"block tables of {self.block_table.shape[0]} requests"
+            have = 0 if self.block_table is None else self.block_table.shape[0]
             raise RuntimeError(
-                f"KV cache group {self.kv_cache_group_id} has {have}, and {num_reqs} requests are to be drafted for: "
-                "set_per_group_attn_metadata must be called for every group before propose."
+                f"KV cache group {self.kv_cache_group_id} has block tables of {have} requests, and {num_reqs} are "
+                "to be drafted for: set_per_group_attn_metadata must be called for every group before propose."
             )
         return self.block_table[:num_reqs]
 

@@ -7,7 +7,8 @@ tables in every step, `propose` uses both.
 
 What is written when. The first pass runs module 0 over the rows that the target has just computed, rejected ones
 included: those lie past the last valid row and are written again before anything reads them. Each further step runs
-one row per request at the next position. A prompt's later modules are therefore not exact yet; the chain will run every module over every row in this place.
+one row per request at the next position. A prompt's rows in the later modules are therefore not exact yet: the exact
+chain, which runs every module over every row, is to take this place.
 """
 
 from dataclasses import replace
@@ -64,7 +65,7 @@ class MultiGroupProposer(EagleProposer):
         Raises:
             ValueError: a layer has no group (`mtp.groups.build_draft_groups`).
         """
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         self.groups = build_draft_groups(
             self.vllm_config,
             kv_cache_config,
@@ -80,12 +81,10 @@ class MultiGroupProposer(EagleProposer):
         self.block_size = self.groups.primary.block_size
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """The host's graphs know a number of rows and no module, so with several modules they would replay the first."""
+        """The host's graphs know a number of rows and no module: with several modules they would replay the first."""
         super().initialize_cudagraph_keys(cudagraph_mode if self.plan.num_modules == 1 else CUDAGraphMode.NONE)
 
-    def set_per_group_attn_metadata(
-        self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def set_per_group_attn_metadata(self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Takes the block table of one KV cache group for the coming step.
 
         The host's slots are not used: they are those of the target's rows in the order that the target ran them, which
@@ -102,9 +101,7 @@ class MultiGroupProposer(EagleProposer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Kept for `propose`, which knows where each chunk ends.
         self._input_batch = gpu_input_batch
-        return super().prepare_next_token_ids_padded(
-            sampled_token_ids, requests, gpu_input_batch, discard_request_mask
-        )
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
 
     # A drafting pass.
 
@@ -141,7 +138,7 @@ class MultiGroupProposer(EagleProposer):
         """
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
         cad = common_attn_metadata
-        self._last_draft_probs = None
+        self._last_draft_probs: torch.Tensor | None = None
         num_tokens, last_rows, cad = self.set_inputs_first_pass(
             target_token_ids,
             self._correct_chunk_ends(next_token_ids, cad),
@@ -363,9 +360,7 @@ class MultiGroupProposer(EagleProposer):
         if not self.descriptor.own_heads:
             super()._maybe_share_lm_head(target_language_model)
 
-    def _get_slot_mapping(
-        self, num_tokens: int, slot_mapping: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
+    def _get_slot_mapping(self, num_tokens: int, slot_mapping: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Per layer, its own group's buffer. The base class calls this in `dummy_run`, before real slots exist."""
         return self._bound_groups().slot_mapping_by_layer(num_tokens)
 

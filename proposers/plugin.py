@@ -58,14 +58,7 @@ def _restore_layer_types(original: Any) -> Any:
 START_UP_FIXES = (
     Patch(
         target="vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__",
-        parameters=tuple(
-            "self hidden_size intermediate_size num_attention_heads num_attention_groups num_hidden_layers max_seq_len "
-            "vocab_size rms_norm_eps moe_every_n_layer use_moe moe_intermediate_size moe_num_experts moe_top_k "
-            "moe_layer_offset rope_theta rope_scaling head_dim share_expert_dim norm_expert_weight bos_token_id "
-            "eos_token_id moe_router_activation moe_router_scaling_factor att_impl_type use_head_wise_attn_gate "
-            "use_moe_router_bias need_fp32_gate layer_types use_rope_layers yarn_only_types attention_other_setting "
-            "num_nextn_predict_layers swiglu_limits swiglu_limits_shared max_position_embeddings kwargs".split()
-        ),
+        parameters=("self", ..., "num_hidden_layers", ..., "layer_types", ...),
         replace=_keep_layer_types,
         why="the config forgets the attention types of the MTP layers, which lie past num_hidden_layers; the target's "
         "own list must stay short, or strict validation refuses it under extract_hidden_states.",
@@ -94,7 +87,9 @@ def _is_multi_group(original: Any) -> Any:
         architecture = draft_architecture(self)
         if architecture is not None and architecture not in PROPOSERS:
             logger.info(
-                "vLLM's own proposer drafts: vllm-mtp-proposers knows %s and not %s.", ", ".join(PROPOSERS), architecture
+                "vLLM's own proposer drafts: vllm-mtp-proposers knows %s and not %s.",
+                ", ".join(PROPOSERS),
+                architecture,
             )
         return is_known(self) or original(self)
 
