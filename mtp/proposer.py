@@ -220,7 +220,7 @@ class MultiGroupProposer(EagleProposer):
         All of them run even where fewer drafts are wanted: a row that is left out would be a hole in the cache.
 
         Returns:
-            `[num_reqs, hidden_size]`, the last module's hidden states at the last valid rows.
+            `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
         """
         groups, modules = self._bound_groups(), range(self.plan.chain_length)
         mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(window.num_rows)
@@ -248,9 +248,11 @@ class MultiGroupProposer(EagleProposer):
             )
             if self.descriptor.hidden_states_flow:
                 hidden = for_next[: window.num_rows]
+            if module == 0:
+                first_hidden = for_next[window.last_rows]
             if module < num_steps:
                 self._sample_step(module, for_head[window.last_rows], sampling_metadata, drafts, probs)
-        return for_next[window.last_rows]
+        return first_hidden
 
     def _shift(
         self,
@@ -283,32 +285,42 @@ class MultiGroupProposer(EagleProposer):
         drafts: list[torch.Tensor],
         probs: list[torch.Tensor],
     ) -> None:
-        """The steps after the chain: one row per request, step s at s positions past the last valid row.
+        """The drafts after the chain's: it slides on, one row per request further for each.
 
+        The target has no hidden state for such a row; module 0's at the row before it stands in, since that is what
+        the token there was drafted from. With one module this is the ordinary rollout of EAGLE (arXiv 2401.15077).
         The next window begins before those rows and writes them again, so what stands there harms nothing.
+
+        Args:
+            hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
         """
         groups, batch_size = self._bound_groups(), target_cad.batch_size()
+        modules = range(self.plan.chain_length)
         mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(batch_size)
         rope_positions = window.positions[..., window.last_rows]
         req_indices = self.arange[:batch_size]
-        for step in range(self.plan.chain_length, num_steps):
-            modules = (self.plan.module_of_step(step),)
-            seq_positions = window.last_positions + step
-            cad = self._one_row_per_request(target_cad, seq_positions, step)
+        for ahead in range(1, num_steps - len(modules) + 1):
+            seq_positions = window.last_positions + ahead
+            cad = self._one_row_per_request(target_cad, seq_positions, ahead)
             write_slot_mappings(
                 groups.groups_of(modules), batch_size, req_indices, seq_positions, self.max_model_len, num_input_tokens
             )
-            attn_metadata = self._build_attn_metadata(modules, cad, step)
-            self._get_positions(batch_size)[:] = (rope_positions + step).clamp(max=self.max_model_len - 1)
-            self.input_ids[:batch_size] = drafts[-1]
-            self.hidden_states[:batch_size] = hidden
-            inputs = self._model_inputs(modules[0], batch_size, num_input_tokens, None)
-            for_head, for_next = self._forward(inputs, attn_metadata, batch_size, mode, num_input_tokens, across_dp)
-            hidden = for_next[:batch_size]
+            attn_metadata = self._build_attn_metadata(modules, cad, ahead)
+            self._get_positions(batch_size)[:] = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
+            flowing = stand_in = hidden
+            for module in modules:
+                self.input_ids[:batch_size] = drafts[ahead - 1 + module]
+                self.hidden_states[:batch_size] = flowing
+                inputs = self._model_inputs(module, batch_size, num_input_tokens, None)
+                for_head, for_next = self._forward(inputs, attn_metadata, batch_size, mode, num_input_tokens, across_dp)
+                if module == 0:
+                    hidden = for_next[:batch_size]
+                flowing = for_next[:batch_size] if self.descriptor.hidden_states_flow else stand_in
+            step = modules[-1] + ahead
             self._sample_step(step, for_head[:batch_size], sampling_metadata, drafts, probs)
 
     def _one_row_per_request(
-        self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, step: int
+        self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
     ) -> CommonAttentionMetadata:
         """A request at max_model_len stays there: its row is padding and its draft is not used."""
         batch_size, limit = cad.batch_size(), self.max_model_len
@@ -319,8 +331,8 @@ class MultiGroupProposer(EagleProposer):
             query_start_loc=self.arange[: batch_size + 1],
             query_start_loc_cpu=self._decode_query_start_loc_cpu[: batch_size + 1],
             seq_lens=(seq_positions + 1).clamp(max=limit).to(cad.seq_lens.dtype),
-            seq_lens_cpu_upper_bound=None if upper is None else (upper + step).clamp(max=limit),
-            max_seq_len=min(cad.max_seq_len + step, limit),
+            seq_lens_cpu_upper_bound=None if upper is None else (upper + ahead).clamp(max=limit),
+            max_seq_len=min(cad.max_seq_len + ahead, limit),
             positions=None,
             is_prefilling=None,
             logits_indices_padded=None,
@@ -456,14 +468,15 @@ class MultiGroupProposer(EagleProposer):
 
         The host calls it to profile, to warm up, to capture, and on a rank that has nothing to draft.
         """
-        chain, beyond = self.plan.step_ranges()
-        for steps in (chain[:1],) if is_graph_capturing else (chain, beyond):
-            if not steps:
+        chain = list(range(self.plan.chain_length))
+        beyond = chain * (self.plan.num_speculative_tokens - len(chain))
+        for modules in (chain[:1],) if is_graph_capturing else (chain, beyond):
+            if not modules:
                 continue
             mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
             bound = slot_mappings and self.groups is not None
             slots = self._bound_groups().slot_mapping_by_layer(num_input_tokens) if bound else slot_mappings or {}
-            for step in steps:
+            for module in modules:
                 with set_forward_context(
                     None,
                     self.vllm_config,
@@ -472,7 +485,7 @@ class MultiGroupProposer(EagleProposer):
                     cudagraph_runtime_mode=mode,
                     slot_mapping=slots,
                 ):
-                    self.model(**self._model_inputs(self.plan.module_of_step(step), num_tokens, num_input_tokens, None))
+                    self.model(**self._model_inputs(module, num_tokens, num_input_tokens, None))
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         if not self.descriptor.own_heads:

@@ -42,8 +42,10 @@ class DraftDescriptor:
 class DraftPlan:
     """The steps of one drafting pass: step i makes draft i + 1 with module `module_of_step(i)` and that module's head.
 
-    The first `chain_length` steps are the chain, module i making draft i + 1. Once the modules are used up, the steps
-    go through them again from the first. With one module every step is its own.
+    The first `chain_length` steps are the chain over the window, module i making draft i + 1. Once the modules are used
+    up the chain slides on over rows that the target has not run, and the last module makes every further draft. (On
+    the tiny model, draft 4 after three right ones: 0.89 accepted so, 0.56 by going round to module 0, 0.63 by the last
+    module alone.)
     """
 
     num_modules: int
@@ -70,9 +72,5 @@ class DraftPlan:
         """Modules that ever run: those past the number of drafts have nothing to do."""
         return min(self.num_modules, self.num_speculative_tokens)
 
-    def step_ranges(self) -> tuple[range, range]:
-        """The steps of the chain and those beyond it."""
-        return range(self.chain_length), range(self.chain_length, self.num_speculative_tokens)
-
     def module_of_step(self, step: int) -> int:
-        return step % self.num_modules
+        return min(step, self.num_modules - 1)

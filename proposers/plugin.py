@@ -141,6 +141,19 @@ def _route_to_v1(original: Any) -> Any:
     return _get_v2_model_runner_unsupported_features
 
 
+def _drafts_up_to_the_limit(original: Any) -> Any:
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        from mtp.proposer import MultiGroupProposer
+
+        # A draft that is limited to shorter sequences than its target can't run past its own limit.
+        limited = self.effective_drafter_max_model_len < self.max_model_len
+        if limited or not isinstance(self.drafter, MultiGroupProposer):
+            return original(self, common_attn_metadata)
+        return common_attn_metadata is not None
+
+    return _input_fits_in_drafter
+
+
 DRAFTING = (
     Patch(
         target="vllm.config.speculative:SpeculativeConfig.use_step3p5_mtp",
@@ -157,6 +170,15 @@ DRAFTING = (
         why="the runner builds its multi-group proposer, and recognises it later, by this name.",
         upstream="none yet: the runner has no registry of proposers",
         until="vLLM lets a plugin name the proposer of a method",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
+        parameters=("self", "common_attn_metadata"),
+        replace=_drafts_up_to_the_limit,
+        why="one request within K tokens of max_model_len makes the runner skip the pass for the whole batch, which "
+        "leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
+        upstream="none yet",
+        until="the runner leaves positions past max_model_len to the drafter",
     ),
     Patch(
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
