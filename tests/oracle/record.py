@@ -1,0 +1,82 @@
+"""What a run of the oracle found, as a record that programs read."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TOLERANCE = 2e-4
+"""How far an element may lie from the reference's, relative to the larger of one and its size; also how close the
+reference's two best logits must be for either to do as the draft. Two float32 runs of the same sums differ by 1e-5."""
+
+ROUTING_TOLERANCE = 2e-6
+"""Two experts this close in the reference may be taken for each other: a difference without a meaning, but a big one."""
+
+
+@dataclass
+class Events:
+    """What the schedules made happen; `rejections` counts requests' passes by the number of rejected drafts."""
+
+    chunk_boundaries: int = 0
+    rejections: Counter[int] = field(default_factory=Counter)
+    preemptions: int = 0
+    prefix_hits: int = 0
+    prefix_hits_diverging: int = 0
+    k_changes: int = 0
+    k_zero: int = 0
+    joins: int = 0
+    leaves: int = 0
+    aborts: int = 0
+    stops: int = 0
+    short_prompts: int = 0
+    at_max_model_len: int = 0
+    skipped_passes: int = 0
+
+
+@dataclass
+class Record:
+    """Counts of one run.
+
+    Attributes:
+        rows_checked: one per module, row and pass.
+        rows_mismatched: of those, the ones further off than `TOLERANCE`, by module in `mismatched_by_module`.
+        rows_open: rows that wait for a draft which the pass was not asked for; nothing says what they hold.
+        rows_freed: rows outside a sliding window, whose blocks are no longer the request's.
+        rows_unwritten: rows of requests whose hidden states the host kept from the drafter in an earlier step, or that
+            reuse such a request's blocks: not checked.
+        rows_excused: mismatches of requests with a row whose routing is a tie (`ROUTING_TOLERANCE`).
+        drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
+        max_abs_error: over all rows checked and not mismatched.
+        max_target_error: over the target's hidden states, which the modules start from.
+        first_mismatch: in words.
+    """
+
+    schedules: int = 0
+    steps: int = 0
+    passes: int = 0
+    rows_checked: int = 0
+    rows_mismatched: int = 0
+    mismatched_by_module: Counter[int] = field(default_factory=Counter)
+    rows_open: int = 0
+    rows_freed: int = 0
+    rows_unwritten: int = 0
+    rows_excused: int = 0
+    drafts_checked: int = 0
+    drafts_mismatched: int = 0
+    draft_ties: int = 0
+    drafts_unchecked: int = 0
+    max_abs_error: float = 0.0
+    max_target_error: float = 0.0
+    tolerance: float = TOLERANCE
+    first_mismatch: str | None = None
+    events: Events = field(default_factory=Events)
+
+    @property
+    def clean(self) -> bool:
+        return self.rows_mismatched == 0 and self.drafts_mismatched == 0
+
+    def note_mismatch(self, words: str) -> None:
+        """Keeps the first."""
+        self.first_mismatch = self.first_mismatch or words
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
