@@ -300,7 +300,8 @@ class Reference:
 
     def target_hidden(self) -> Tensor:
         """`[last + 1, hidden_size]`, before the final norm."""
-        return self._target[-1].output
+        rows = self._target[-1]
+        return rows.output[: rows.count]
 
     def keys(self, module: int) -> Tensor:
         """`[rows, num_kv_heads, head_dim]`, as the module's attention uses them: normed and rotated."""

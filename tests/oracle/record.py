@@ -1,6 +1,5 @@
 """What a run of the oracle found, as a record that programs read."""
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ class Events:
     """What the schedules made happen; `rejections` counts requests' passes by the number of rejected drafts."""
 
     chunk_boundaries: int = 0
-    rejections: Counter[int] = field(default_factory=Counter)
+    rejections: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
     prefix_hits: int = 0
     prefix_hits_diverging: int = 0
@@ -55,7 +54,7 @@ class Record:
     passes: int = 0
     rows_checked: int = 0
     rows_mismatched: int = 0
-    mismatched_by_module: Counter[int] = field(default_factory=Counter)
+    mismatched_by_module: dict[int, int] = field(default_factory=dict)
     rows_open: int = 0
     rows_freed: int = 0
     rows_unwritten: int = 0
@@ -74,9 +73,19 @@ class Record:
     def clean(self) -> bool:
         return self.rows_mismatched == 0 and self.drafts_mismatched == 0
 
+    def note_rejected(self, count: int) -> None:
+        self.events.rejections[count] = self.events.rejections.get(count, 0) + 1
+
+    def note_wrong_rows(self, module: int, count: int) -> None:
+        self.rows_mismatched += count
+        self.mismatched_by_module[module] = self.mismatched_by_module.get(module, 0) + count
+
     def note_mismatch(self, words: str) -> None:
         """Keeps the first."""
         self.first_mismatch = self.first_mismatch or words
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        plain = asdict(self)
+        plain["mismatched_by_module"] = dict(sorted(self.mismatched_by_module.items()))
+        plain["events"]["rejections"] = dict(sorted(self.events.rejections.items()))
+        return plain
