@@ -31,6 +31,8 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # So small a model gains nothing from more threads, and loses much where something else is running.
+        torch.set_num_threads(1)
         from vllm import LLM
 
         self.llm = LLM(str(model), **arguments)

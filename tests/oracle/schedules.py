@@ -15,7 +15,9 @@ class Setup:
     Attributes:
         k: the most drafts a step may ask for.
         k_by_batch: `(from, to, drafts)` by number of scheduled requests; None: always `k`.
-        num_blocks: of the whole KV cache, of all groups together; few of them make preemptions.
+        num_blocks: of the whole KV cache, of all groups together.
+        crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
+            and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
         weight: how often it is drawn.
     """
@@ -28,6 +30,7 @@ class Setup:
     max_batched_tokens: int = 64
     chunk: int = 0
     num_blocks: int = 200
+    crowd: bool = False
     prefix_caching: bool = True
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
@@ -55,10 +58,10 @@ class Setup:
 SETUPS = (
     Setup("chunks", max_batched_tokens=48, weight=3),
     Setup("slivers", max_batched_tokens=24, chunk=5, max_model_len=160),
-    Setup("preemption", num_blocks=44, prefix_caching=False, weight=3),
-    Setup("preemption and prefixes", num_blocks=44, weight=3),
-    Setup("K=1", k=1, num_blocks=48),
-    Setup("K=2", k=2, num_blocks=48, prefix_caching=False, chunk=40),
+    Setup("preemption", num_blocks=32, crowd=True, prefix_caching=False, weight=3),
+    Setup("preemption and prefixes", num_blocks=36, crowd=True, weight=3),
+    Setup("K=1", k=1, num_blocks=40, crowd=True, prefix_caching=False),
+    Setup("K=2", k=2, num_blocks=48, chunk=40),
     Setup("K=6", k=6, max_batched_tokens=80),
     Setup("K by batch, from 0", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2)), weight=3),
     Setup("K by batch, to 6", k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0)), num_blocks=60),
@@ -95,11 +98,11 @@ def plan_schedule(
         texts: token streams, each longer than `max_model_len`, to cut prompts from.
         stops: tokens that are frequent enough to end a request now and then.
     """
-    num_steps = rng.randint(10, 60)
+    num_steps = rng.randint(40 if setup.crowd else 10, 60)
     prefix = _cut(rng, texts, setup.max_model_len)
-    count = rng.randint(1, 3 + 2 * setup.max_num_seqs)
+    count = rng.randint(setup.max_num_seqs if setup.crowd else 1, 3 + 2 * setup.max_num_seqs)
     # Most come early, so that there is a crowd.
-    steps = sorted(int(num_steps * rng.random() ** 2) for _ in range(count))
+    steps = sorted(int(num_steps * rng.random() ** (4 if setup.crowd else 2)) for _ in range(count))
     return num_steps, [_plan_request(rng, setup, texts, stops, prefix, step) for step in steps]
 
 
@@ -112,16 +115,19 @@ def _plan_request(
     step: int,
 ) -> RequestPlan:
     prompt, diverging = _plan_prompt(rng, setup, texts, prefix)
+    stays = setup.crowd and rng.random() < 0.8
+    if stays:
+        prompt = prompt[:40] if rng.random() < 0.5 else prompt[: 2 * BLOCK_SIZE + 8]
     room = setup.max_model_len - len(prompt)
-    max_tokens = room if rng.random() < 0.15 else rng.randint(1, min(room, 50))
+    max_tokens = room if stays or rng.random() < 0.15 else rng.randint(1, min(room, 50))
     return RequestPlan(
         step=step,
         prompt=prompt,
         max_tokens=max_tokens,
-        temperature=0.0 if rng.random() < 0.55 else rng.choice([0.5, 1.0, 1.5]),
+        temperature=0.0 if rng.random() < 0.55 else rng.choice([0.3, 0.7, 1.0]),
         stop_token_ids=rng.sample(list(stops), 3) if rng.random() < 0.2 else [],
-        abort_after=rng.randint(0, 12) if rng.random() < 0.15 else None,
-        diverging=diverging,
+        abort_after=rng.randint(0, 12) if not stays and rng.random() < 0.15 else None,
+        diverging=diverging and len(prompt) > BLOCK_SIZE,
     )
 
 
