@@ -12,7 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", type=int, default=200, help="random schedules of 10 to 60 steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the record there too")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a Step-3.5 checkpoint (default: %(default)s)")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, help="folder of a Step-3.5 checkpoint (default: %(default)s)"
+    )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
     parser.add_argument("--setup", action="append", help="only engines of that name (repeatable)")
 
@@ -28,9 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if not setups:
         names = ", ".join(repr(setup.name) for setup in SETUPS)
         raise SystemExit(f"There is no engine called {args.setup}: choose from {names}.")
-    record = run_schedules(
-        args.model, args.schedules, args.seed, modules=args.modules, setups=setups, progress=True
-    )
+    record = run_schedules(args.model, args.schedules, args.seed, modules=args.modules, setups=setups, progress=True)
     text = json.dumps(record.to_json(), indent=1)
     print(text)
     if args.json:

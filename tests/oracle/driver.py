@@ -189,7 +189,7 @@ def run_schedules(
     """Runs `count` random schedules and returns what was found.
 
     Args:
-        modules: check only that many modules, the first ones; None: all.
+        modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
         continuation: see `Watcher`.
         on_engine: called with each engine before its first schedule; the tests plant their faults here.
     """
@@ -204,7 +204,7 @@ def run_schedules(
                 engine.runner,
                 dense,
                 record,
-                dense.num_modules if modules is None else modules,
+                min(dense.num_modules, setup.k) if modules is None else modules,
                 random.Random(seed),
                 continuation,
                 greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",

@@ -67,6 +67,8 @@ SETUPS = (
     Setup("K by batch, to 6", k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0)), num_blocks=60),
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
+    Setup("unpadded", speculative={"disable_padded_drafter_batch": True}),
+    Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
 )
 
 

@@ -87,6 +87,7 @@ class Watcher:
         self._unwritten = [torch.zeros(num_blocks * cache.block_size, dtype=torch.bool) for cache in self.caches]
         self._last_k: int | None = None
         self._proposed = False
+        self._scheduled: Any = None
         self._install()
 
     def start_schedule(self) -> None:
@@ -110,10 +111,10 @@ class Watcher:
 
         def watched_sample_tokens(*args: Any, **kwargs: Any) -> Any:
             state = runner.execute_model_state
-            self._proposed = False
+            self._proposed, self._scheduled = False, state and state.scheduler_output
             output = sample_tokens(*args, **kwargs)
             if state is not None and not self._proposed:
-                self._note_skipped(state.scheduler_output)
+                self._note_skipped()
             return output
 
         drafter.propose, runner.sample_tokens = watched_propose, watched_sample_tokens
@@ -200,8 +201,9 @@ class Watcher:
         assert valid[: len(overlap)] == overlap, (
             f"Request {view.request_id} ran the tokens {valid} from row {view.first} on, and {overlap} are known there."
         )
-        if view.first == len(known) - 1 and len(view.rows) > 1:
-            self.record.note_rejected(len(view.rows) - len(valid))
+        # Not the rows that are left over: a drafter without padding is given none of the rejected ones.
+        if drafted := len(self._scheduled.scheduled_spec_decode_tokens.get(view.request_id, ())):
+            self.record.note_rejected(drafted - (view.last - view.first))
         known += valid[len(overlap) :]
         if view.last + 1 < len(known):
             events.chunk_boundaries += 1
@@ -264,11 +266,15 @@ class Watcher:
         element = f"{'key' if feature < half else 'value'}[head {head}, {feature % half}]"
         taken = position + 1 + cache.module
         known = taken < len(followed.tokens)
-        token = f"takes t_{taken}, " + ("which is known" if known else f"for which draft {taken - view.last - 2} stands")
+        token = f"takes t_{taken}, " + (
+            "which is known" if known else f"for which draft {taken - view.last - 2} stands"
+        )
         if position >= view.first:
             why = f"this pass was given its hidden state (rows {view.first} to {view.last})"
         elif position < followed.start:
-            why = f"its block was reused: an earlier request wrote it with the same tokens up to row {followed.start - 1}"
+            why = (
+                f"its block was reused: an earlier request wrote it with the same tokens up to row {followed.start - 1}"
+            )
         elif position > view.first - 1 - cache.module:
             why = "when it was run before, a draft that has since been replaced stood for a token it depends on"
         else:
@@ -315,11 +321,11 @@ class Watcher:
 
     # Rows that the host never gave to the drafter.
 
-    def _note_skipped(self, scheduler_output: Any) -> None:
+    def _note_skipped(self) -> None:
         """The rows of the step, and those before that wait for its tokens, hold whatever was there."""
         batch = self.runner.input_batch
         self.record.events.skipped_passes += 1
-        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+        for request_id, count in self._scheduled.num_scheduled_tokens.items():
             index = batch.req_id_to_index[request_id]
             first = int(batch.num_computed_tokens_cpu[index])
             for cache, slots in zip(self.caches, self._unwritten, strict=True):
