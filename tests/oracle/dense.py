@@ -110,6 +110,15 @@ class Rows:
         """Keeps the first `count` rows."""
         self.count = max(0, min(self.count, count))
 
+    def copy(self) -> "Rows":
+        """Shares what is computed; what is added to one is not added to the other."""
+        other = Rows()
+        other.keys, other.values, other.output, other.gaps = (
+            kept[: self.count] for kept in (self.keys, self.values, self.output, self.gaps)
+        )
+        other.count = self.count
+        return other
+
     def extend(self, keys: Tensor, values: Tensor) -> None:
         if self.count == 0:
             self.keys, self.values = keys, values
@@ -322,6 +331,23 @@ class Reference:
     def draft_logits(self, module: int, row: int) -> Tensor:
         """`[vocab]`, by the module's head at a row."""
         return self.model.module_logits(module, self.module_hidden(module)[row])
+
+    @torch.no_grad()
+    def slide(self, last: int, drafts: Sequence[int]) -> Tensor:
+        """The logits `[vocab]` that choose the draft after `drafts`, which are at least one per module.
+
+        The chain slides on over rows that the target hasn't run: at row `last + a` module 0 takes its own hidden state
+        of the row before for the target's, and module i the token that draft a - 1 + i stands for.
+        """
+        ends = [rows.copy() for rows in self._modules]
+        hidden = ends[0].output[last : last + 1]
+        for ahead in range(1, len(drafts) - len(ends) + 2):
+            for module, (layer, rows) in enumerate(zip(self.model.modules, ends, strict=True)):
+                token = torch.tensor([drafts[ahead - 1 + module]])
+                layer.run(self.model.module_input(module, token, hidden), rows)
+                hidden = rows.output[-1:]
+            last_hidden, hidden = hidden, ends[0].output[-1:]
+        return self.model.module_logits(len(ends) - 1, last_hidden)[0]
 
     def closest_routing(self) -> float:
         """The smallest of all `Rows.gaps`: where it is tiny, rounding may have sent a row to another expert."""

@@ -5,16 +5,19 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from tests.oracle.dense import DenseModel
+from tests.oracle.dense import DenseModel, Reference
 from tests.oracle.record import Record
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
+from tests.oracle.variants import widen_sliding_layers
 from tests.oracle.watch import Continuation, Watcher
 
 MAX_STEPS_TO_DRAIN = 2000
@@ -181,7 +184,7 @@ def run_schedules(
     seed: int,
     *,
     modules: int | None = None,
-    continuation: Continuation | None = None,
+    continuation: Continuation | None = Reference.slide,
     setups: Sequence[Setup] = SETUPS,
     on_engine: Callable[[Engine], None] | None = None,
     progress: bool = False,
@@ -193,11 +196,11 @@ def run_schedules(
         continuation: see `Watcher`.
         on_engine: called with each engine before its first schedule; the tests plant their faults here.
     """
-    dense = DenseModel(model)
     texts, stops = read_texts(model)
     record = Record()
     for setup, number in draw_setups(random.Random(seed), count, setups):
-        with Engine(model, **setup.engine_arguments()) as engine:
+        with _checkpoint(model, setup) as folder, Engine(folder, **setup.engine_arguments()) as engine:
+            dense = DenseModel(folder)
             if on_engine is not None:
                 on_engine(engine)
             watcher = Watcher(
@@ -216,6 +219,16 @@ def run_schedules(
                 if progress:
                     _report(setup, index + 1, number, record)
     return record
+
+
+@contextmanager
+def _checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
+    if not setup.wide:
+        yield model
+        return
+    with TemporaryDirectory() as folder:
+        widen_sliding_layers(model, Path(folder))
+        yield Path(folder)
 
 
 def _report(setup: Setup, done: int, number: int, record: Record) -> None:

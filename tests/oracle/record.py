@@ -8,7 +8,9 @@ TOLERANCE = 2e-4
 reference's two best logits must be for either to do as the draft. Two float32 runs of the same sums differ by 1e-5."""
 
 ROUTING_TOLERANCE = 2e-6
-"""Two experts this close in the reference may be taken for each other: a difference without a meaning, but a big one."""
+"""Two experts this close in the reference may be taken for each other: a big difference that means nothing."""
+
+MAX_MISMATCHES = 20
 
 
 @dataclass
@@ -44,9 +46,9 @@ class Record:
             reuse such a request's blocks: not checked.
         rows_excused: mismatches of requests with a row whose routing is a tie (`ROUTING_TOLERANCE`).
         drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
-        max_abs_error: over all rows checked and not mismatched.
+        max_abs_error: over the rows of requests without a mismatch.
         max_target_error: over the target's hidden states, which the modules start from.
-        first_mismatch: in words.
+        mismatches: in words, the first of each schedule.
     """
 
     schedules: int = 0
@@ -66,8 +68,9 @@ class Record:
     max_abs_error: float = 0.0
     max_target_error: float = 0.0
     tolerance: float = TOLERANCE
-    first_mismatch: str | None = None
+    mismatches: list[str] = field(default_factory=list)
     events: Events = field(default_factory=Events)
+    _described: bool = False
 
     @property
     def clean(self) -> bool:
@@ -80,12 +83,27 @@ class Record:
         self.rows_mismatched += count
         self.mismatched_by_module[module] = self.mismatched_by_module.get(module, 0) + count
 
+    @property
+    def first_mismatch(self) -> str | None:
+        return self.mismatches[0] if self.mismatches else None
+
+    def start_schedule(self) -> None:
+        self._described = len(self.mismatches) == MAX_MISMATCHES
+
+    @property
+    def wants_words(self) -> bool:
+        """Whether this schedule has had no mismatch yet."""
+        return not self._described
+
     def note_mismatch(self, words: str) -> None:
-        """Keeps the first."""
-        self.first_mismatch = self.first_mismatch or words
+        if self.wants_words:
+            self.mismatches.append(words)
+            self._described = True
 
     def to_json(self) -> dict[str, Any]:
         plain = asdict(self)
+        del plain["_described"]
+        plain["first_mismatch"] = self.first_mismatch
         plain["mismatched_by_module"] = dict(sorted(self.mismatched_by_module.items()))
         plain["events"]["rejections"] = dict(sorted(self.events.rejections.items()))
         return plain

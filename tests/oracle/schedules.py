@@ -19,6 +19,7 @@ class Setup:
         crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
             and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
+        wide: on `widen_sliding_layers` of the checkpoint, whose KV cache groups differ in their block size.
         weight: how often it is drawn.
     """
 
@@ -32,6 +33,7 @@ class Setup:
     num_blocks: int = 200
     crowd: bool = False
     prefix_caching: bool = True
+    wide: bool = False
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
@@ -67,6 +69,7 @@ SETUPS = (
     Setup("K by batch, to 6", k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0)), num_blocks=60),
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
+    Setup("two block sizes", wide=True, num_blocks=60, chunk=40, weight=3),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
 )

@@ -26,8 +26,8 @@ from tests.oracle.dense import DenseModel, Reference
 from tests.oracle.record import ROUTING_TOLERANCE, TOLERANCE, Record
 
 Continuation = Callable[[Reference, int, list[int]], Tensor]
-"""From a request's reference, its row L and the drafts before, to the logits `[vocab]` that choose the next draft: the
-rollout past the last module."""
+"""From a request's reference, its row L and the drafts before, to the logits `[vocab]` that choose the next draft, past
+the last module."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Watcher:
     record: Record
     modules: int
     rng: random.Random
-    continuation: Continuation | None = None
+    continuation: Continuation | None = Reference.slide
     forget_rate: float = 0.02
     greedy_drafts: bool = True
     diverging: set[str] = field(default_factory=set)
@@ -91,6 +91,8 @@ class Watcher:
         self._install()
 
     def start_schedule(self) -> None:
+        """Forgets the requests of the schedule before."""
+        self.record.start_schedule()
         self._last_k = None
         self.followed.clear()
         self.diverging.clear()
@@ -234,16 +236,15 @@ class Watcher:
         wrong = (error > TOLERANCE * expected.abs().clamp(min=1.0)) | ~error.isfinite()
         bad = wrong.flatten(1).any(1)
         record.rows_checked += end - start
-        good = error[~bad]
-        record.max_abs_error = max(record.max_abs_error, good.max().item() if len(good) else 0.0)
         count = int(bad.sum())
         if count == 0:
+            record.max_abs_error = max(record.max_abs_error, error.max().item())
             return
         if followed.reference.closest_routing() < ROUTING_TOLERANCE:
             record.rows_excused += count
             return
         record.note_wrong_rows(module, count)
-        if record.first_mismatch is None:
+        if record.wants_words:
             row = int(bad.nonzero()[0])
             record.note_mismatch(
                 self._explain_row(view, followed, cache, start + row, expected[row], got[row], len(drafts), count)
@@ -290,12 +291,7 @@ class Watcher:
     # Drafts.
 
     def _check_drafts(self, view: RequestPass, followed: Followed, drafts: list[int]) -> None:
-        record, checkable = self.record, min(self.modules, len(drafts))
-        if self.continuation is not None and self.modules == len(self.caches):
-            checkable = len(drafts)
-        temperature = self.runner.requests[view.request_id].sampling_params.temperature
-        if temperature > 0 and not self.greedy_drafts:
-            checkable = 0
+        record, checkable = self.record, self._num_checkable(view, followed, len(drafts))
         record.drafts_unchecked += len(drafts) - checkable
         for index, draft in enumerate(drafts[:checkable]):
             if index < len(self.caches):
@@ -318,6 +314,18 @@ class Watcher:
                     f"Request {view.request_id}, draft {index} of {len(drafts)} at row L = {view.last} is {draft} and "
                     f"should be {best}, whose logit is {behind:.4g} higher at the head of module {index}."
                 )
+
+    def _num_checkable(self, view: RequestPass, followed: Followed, k: int) -> int:
+        """How many of the drafts the reference can tell."""
+        temperature = self.runner.requests[view.request_id].sampling_params.temperature
+        if temperature > 0 and not self.greedy_drafts:
+            return 0
+        modules = len(self.caches)
+        # In a chunk that ends before its prompt, drafts past the modules would continue what isn't the prompt.
+        if self.continuation is None or self.modules < modules or view.last + 2 < len(followed.tokens):
+            return min(k, self.modules)
+        # Draft i of those is made at row L + i - M + 1, and there are no rows past the limit.
+        return min(k, max(modules, self.runner.max_model_len - view.last + modules - 2))
 
     # Rows that the host never gave to the drafter.
 
