@@ -6,7 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -186,7 +186,7 @@ def run_schedules(
     modules: int | None = None,
     continuation: Continuation | None = Reference.slide,
     setups: Sequence[Setup] = SETUPS,
-    on_engine: Callable[[Engine], None] | None = None,
+    plant: Callable[[Engine], AbstractContextManager[Any]] | None = None,
     progress: bool = False,
 ) -> Record:
     """Runs `count` random schedules and returns what was found.
@@ -194,15 +194,16 @@ def run_schedules(
     Args:
         modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
         continuation: see `Watcher`.
-        on_engine: called with each engine before its first schedule; the tests plant their faults here.
+        plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
     """
     texts, stops = read_texts(model)
     record = Record()
     for setup, number in draw_setups(random.Random(seed), count, setups):
-        with _checkpoint(model, setup) as folder, Engine(folder, **setup.engine_arguments()) as engine:
+        with ExitStack() as stack:
+            folder = stack.enter_context(_checkpoint(model, setup))
+            engine = stack.enter_context(Engine(folder, **setup.engine_arguments()))
             dense = DenseModel(folder)
-            if on_engine is not None:
-                on_engine(engine)
+            stack.enter_context(plant(engine) if plant is not None else nullcontext())
             watcher = Watcher(
                 engine.runner,
                 dense,
