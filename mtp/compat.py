@@ -5,6 +5,7 @@ or that has another signature leaves the host as it was and raises. The patches 
 `proposers/plugin.py`.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -66,6 +67,9 @@ def apply_patches(patches: Sequence[Patch], vllm_version: str) -> None:
     for patch, owner, name, original in resolved:
         _originals[patch.target] = original
         replacement = patch.replace(_unwrap(original))
+        if inspect.isfunction(replacement):
+            # Under the original's name: vLLM's configs hold such functions, and are pickled on their way to workers.
+            functools.update_wrapper(replacement, _unwrap(original))
         setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
 
 

@@ -78,6 +78,11 @@ START_UP_FIXES = (
 )
 
 
+# The architectures that a proposer of ours was built for in this process. Where there is none, the patches of code that
+# other methods run too must leave it as it is.
+_built: list[str] = []
+
+
 # Drafting: the V1 runner asks `use_step3p5_mtp()` whether to take its multi-group branch, builds what the name
 # `Step3p5MTPProposer` stands for in its module, and hands block tables per group to instances of that name.
 
@@ -105,6 +110,7 @@ def _build_known(original: type) -> type:
             architecture = draft_architecture(config)
             assert architecture is not None
             proposer = load_proposer(architecture)
+            _built.append(architecture)
             logger.info(
                 "%s.%s drafts for %s on the V1 model runner, %d tokens a step, instead of vLLM's own proposer "
                 "(MTP_PROPOSERS=upstream switches back).",
@@ -154,6 +160,27 @@ def _drafts_up_to_the_limit(original: Any) -> Any:
     return _input_fits_in_drafter
 
 
+def _expand_on_cpu(original: Any) -> Any:
+    def expand_batch_to_tokens(
+        x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Any:
+        if x.device.type != "cpu" or not _built:
+            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    return expand_batch_to_tokens
+
+
+def _constrain_nothing(original: Any) -> Any:
+    def apply_sampling_constraints(logits: Any, cu_num_draft_tokens: Any, sampling_metadata: Any) -> Any:
+        if logits.shape[0] == 0 and _built:
+            return logits
+        return original(logits, cu_num_draft_tokens, sampling_metadata)
+
+    return apply_sampling_constraints
+
+
 DRAFTING = (
     Patch(
         target="vllm.config.speculative:SpeculativeConfig.use_step3p5_mtp",
@@ -179,6 +206,24 @@ DRAFTING = (
         "leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
         upstream="none yet",
         until="the runner leaves positions past max_model_len to the drafter",
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        parameters=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        replace=_expand_on_cpu,
+        why="on the CPU the host writes the result to a temporary and returns memory that it never set, so drafts are "
+        "verified at a random temperature, top-k and top-p.",
+        upstream="vllm-project/vllm#55005",
+        until="vllm-project/vllm#55006 or its like is in every supported release",
+    ),
+    Patch(
+        target="vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+        parameters=("logits", "cu_num_draft_tokens", "sampling_metadata"),
+        replace=_constrain_nothing,
+        why="on the CPU a step without drafts in which every request has a top-k takes the maximum of nothing, and the "
+        "engine dies.",
+        upstream="none yet",
+        until="apply_top_k_only in vLLM's CPU path takes an empty batch",
     ),
     Patch(
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",

@@ -1,0 +1,162 @@
+"""Scenarios for `tests.engine.run`: what is asked of an engine, the same with and without speculation."""
+
+import contextlib
+import random
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from bench.corpus import held_out_prompts
+
+MAX_MODEL_LEN = 320
+MAX_TOKENS = 40
+BLOCK = 32
+WINDOW = 64
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW + 1, 2 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1)
+
+
+def runner(llm: LLM) -> Any:
+    """The model runner of an engine that lives in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def class_path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def metrics(llm: LLM) -> dict[str, Any]:
+    """vLLM's own counters, by name."""
+    return {
+        m.name.removeprefix("vllm:"): m.values if hasattr(m, "values") else m.value
+        for m in llm.get_metrics()
+        if hasattr(m, "values") or hasattr(m, "value")
+    }
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
+
+
+def workloads(llm: LLM) -> dict[str, list[list[int]]]:
+    """Greedy generations that must not depend on speculation, by name."""
+    texts = held_out_prompts(llm.get_tokenizer(), 12, 200)
+    shared = texts[8][: 3 * BLOCK]
+    results = {
+        "alone": greedy(llm, [texts[0]]),
+        "eight": greedy(llm, [text[: 40 + 20 * i] for i, text in enumerate(texts[:8])]),
+        "lengths": greedy(llm, [texts[9][:length] for length in LENGTHS]),
+        "again": greedy(llm, [texts[0], texts[1]]),
+        "shared prefix": greedy(llm, [shared + text[:20] for text in texts[9:12]]),
+    }
+    # Both a request that starts far from the end of the context and one that has a single token left.
+    for left in (1, 2, 30):
+        prompt = (texts[0] + texts[1])[: MAX_MODEL_LEN - left]
+        results[f"{left} before the end"] = greedy(llm, [prompt], left)
+    return results
+
+
+def state(llm: LLM) -> dict[str, Any]:
+    """What drafted, with which groups, and how it went."""
+    config = llm.llm_engine.vllm_config
+    result = {"metrics": metrics(llm), "block_size": config.cache_config.block_size}
+    if config.parallel_config.tensor_parallel_size == 1 and hasattr(runner(llm), "drafter"):
+        drafter = runner(llm).drafter
+        result["proposer"] = class_path(drafter)
+        if groups := getattr(drafter, "groups", None):
+            result["groups"] = [group.kv_cache_group_id for group in groups.all]
+    return result
+
+
+def lossless(llm: LLM) -> dict[str, Any]:
+    return {"tokens": workloads(llm), **state(llm)}
+
+
+def crowded(llm: LLM) -> dict[str, Any]:
+    """More requests than the KV cache can hold at once."""
+    texts = held_out_prompts(llm.get_tokenizer(), 8, 100)
+    return {"tokens": greedy(llm, texts, 80), **state(llm)}
+
+
+def rates(llm: LLM) -> dict[str, Any]:
+    """Enough drafts for acceptance rates worth a floor."""
+    texts = held_out_prompts(llm.get_tokenizer(), 16, 200)
+    return {"tokens": greedy(llm, texts, 96), **state(llm)}
+
+
+def choices(llm: LLM) -> dict[str, Any]:
+    """Stops in the middle of a draft, and two sequences of a request."""
+    text = held_out_prompts(llm.get_tokenizer(), 1, 200)[0]
+    tokenizer = llm.get_tokenizer()
+    plain = greedy(llm, [text], 32)[0]
+    result: dict[str, Any] = {"plain": plain, "stop token": [], "stop string": []}
+    # Whatever a step verifies at once, one of eight neighbouring tokens lies in the middle of it.
+    for i in range(8, 16):
+        params = SamplingParams(temperature=0, max_tokens=32, stop_token_ids=[plain[i]], ignore_eos=True)
+        output = generate(llm, [text], params)[0].outputs[0]
+        result["stop token"].append([list(output.token_ids), output.finish_reason, output.stop_reason])
+        word = tokenizer.decode(plain[i : i + 2])
+        params = SamplingParams(temperature=0, max_tokens=32, stop=[word], ignore_eos=True)
+        output = generate(llm, [text], params)[0].outputs[0]
+        result["stop string"].append([output.text, output.finish_reason, word])
+    # Greedy requests may not ask for two sequences; sampling from the likeliest token alone gives greedy tokens.
+    for name, top_k in (("n=2 of one", 1), ("n=2", 0)):
+        params = SamplingParams(n=2, temperature=1, top_k=top_k, seed=7, max_tokens=32, ignore_eos=True)
+        result[name] = [list(o.token_ids) for o in generate(llm, [text], params)[0].outputs]
+    return result
+
+
+def samples(llm: LLM, count: int, temperature: float) -> dict[str, Any]:
+    """First tokens of many seeded generations of one prompt."""
+    # Of the held-out prompts, one whose continuation is neither certain nor anyone's guess.
+    prompt = held_out_prompts(llm.get_tokenizer(), 4, 40)[3]
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)
+    ]
+    tokens = [list(o.outputs[0].token_ids) for o in generate(llm, [prompt] * count, params)]
+    return {"tokens": tokens, **state(llm)}
+
+
+def random_prompts(llm: LLM, vocab_size: int) -> dict[str, Any]:
+    """For models without a tokenizer: prompts of random tokens, alone and in a batch, around the block size."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
+    return {"tokens": [*greedy(llm, prompts[-1:]), *greedy(llm, prompts)], **state(llm)}
+
+
+def asynchronous(llm: LLM) -> dict[str, Any]:
+    config = llm.llm_engine.vllm_config.scheduler_config
+    return {"async_scheduling": config.async_scheduling, **lossless(llm)}
+
+
+def _allow_async_scheduling() -> None:
+    """vLLM turns asynchronous scheduling off on the CPU, where it gains nothing, and would wait for CUDA's events.
+
+    The scheduler and the runner's bookkeeping, which run ahead of the sampled tokens, are what a drafter has to get
+    along with, and they are the same everywhere.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def keep_async_scheduling(cls: type, vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    class DoneEvent:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.record = self.synchronize = self.wait = lambda *args: None
+
+    CpuPlatform.check_and_update_config = classmethod(keep_async_scheduling)
+    torch.Event = DoneEvent
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda device=None: None
+
+
+asynchronous.prepare = _allow_async_scheduling
