@@ -160,6 +160,35 @@ def _drafts_up_to_the_limit(original: Any) -> Any:
     return _input_fits_in_drafter
 
 
+def _key_blocks_by_what_follows(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = vllm_config.speculative_config
+        architecture = draft_architecture(config) if is_known(config) else None
+        if architecture is not None:
+            config.disable_eagle_block_drop = True  # it guards against what the keys below rule out
+        original(self, vllm_config, *args, **kwargs)
+        if architecture is None or self.request_block_hasher is None:
+            return
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
+        from mtp.steps import DraftPlan
+
+        plan = DraftPlan.make(
+            load_proposer(architecture).descriptor,
+            config.draft_model_config.hf_config,
+            config.num_speculative_tokens,
+            vllm_config.model_config.max_model_len,
+        )
+        manager = self.scheduler.kv_cache_manager
+        hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        hash_block_size = manager.coordinator.block_pool.hash_block_size
+        self.request_block_hasher = make_block_hasher(hash_block_size, hash_function, plan.chain_length)
+        look_ahead_in_prefix_cache(manager, plan.chain_length)
+
+    return __init__
+
+
 def _expand_on_cpu(original: Any) -> Any:
     def expand_batch_to_tokens(
         x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
@@ -206,6 +235,15 @@ DRAFTING = (
         "leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
         upstream="none yet",
         until="the runner leaves positions past max_model_len to the drafter",
+    ),
+    Patch(
+        target="vllm.v1.engine.core:EngineCore.__init__",
+        parameters=("self", "vllm_config", ...),
+        replace=_key_blocks_by_what_follows,
+        why="a block's last draft rows depend on the tokens after it, which are not in the host's key of the block "
+        "(mtp/prefix.py).",
+        upstream="none yet",
+        until="vLLM keys a drafter's blocks by what their rows depend on",
     ),
     Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
