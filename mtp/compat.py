@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -28,7 +29,7 @@ class Patch:
 
     Attributes:
         target: `module:attribute` or `module:Class.attribute`.
-        parameters: names of the target's parameters, in order; the guard compares them.
+        parameters: names of the target's parameters, in order, which the guard compares; `...` stands for any others.
         replace: takes the original attribute and returns its replacement.
         why: what the patch is for.
         upstream: the upstream issue or pull request.
@@ -37,7 +38,7 @@ class Patch:
     """
 
     target: str
-    parameters: tuple[str, ...]
+    parameters: tuple[str | EllipsisType, ...]
     replace: Callable[[Any], Any]
     why: str
     upstream: str
@@ -101,15 +102,24 @@ def _unwrap(attribute: Any) -> Any:
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
+def _matches(parameters: Sequence[str], expected: Sequence[str | EllipsisType]) -> bool:
+    if not expected:
+        return not parameters
+    if expected[0] is not ...:
+        return bool(parameters) and parameters[0] == expected[0] and _matches(parameters[1:], expected[1:])
+    return any(_matches(parameters[skipped:], expected[1:]) for skipped in range(len(parameters) + 1))
+
+
 def _resolve(patch: Patch) -> tuple[Any, str, Any]:
     remedy = "Install a vLLM release that this package supports, or set MTP_PROPOSERS=off."
     try:
         owner, name = _owner(patch.target)
         original = inspect.getattr_static(owner, name)
     except (ImportError, AttributeError) as error:
-        raise HostMismatchError(f"vLLM has no {patch.target} ({error}), needed because: {patch.why} {remedy}") from error
+        message = f"vLLM has no {patch.target} ({error}), needed because: {patch.why} {remedy}"
+        raise HostMismatchError(message) from error
     parameters = tuple(inspect.signature(_unwrap(original)).parameters)
-    if parameters != patch.parameters:
+    if not _matches(parameters, patch.parameters):
         raise HostMismatchError(
             f"{patch.target} takes {parameters} in this vLLM, and {patch.parameters} was expected. {remedy}"
         )

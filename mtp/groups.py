@@ -45,10 +45,10 @@ class DraftGroup:
             RuntimeError: the host has handed over none, or one for fewer requests.
         """
         if self.block_table is None or self.block_table.shape[0] < num_reqs:
-            have = "no block table" if self.block_table is None else f"block tables of {self.block_table.shape[0]} requests"
+            have = 0 if self.block_table is None else self.block_table.shape[0]
             raise RuntimeError(
-                f"KV cache group {self.kv_cache_group_id} has {have}, and {num_reqs} requests are to be drafted for: "
-                "set_per_group_attn_metadata must be called for every group before propose."
+                f"KV cache group {self.kv_cache_group_id} has block tables of {have} requests, and {num_reqs} are "
+                "to be drafted for: set_per_group_attn_metadata must be called for every group before propose."
             )
         return self.block_table[:num_reqs]
 
@@ -74,11 +74,13 @@ class DraftGroups:
         if group := self._by_id.get(kv_cache_group_id):
             group.block_table = block_table
 
-    def attn_groups_of(self, module: int) -> list[tuple[DraftGroup, AttentionGroup]]:
-        return self._by_module[module]
+    def attn_groups_of(self, modules: Iterable[int]) -> list[tuple[DraftGroup, AttentionGroup]]:
+        """What these modules use, each once."""
+        found = (pair for module in modules for pair in self._by_module[module])
+        return list({id(attn): (group, attn) for group, attn in found}.values())
 
-    def groups_of(self, module: int) -> list[DraftGroup]:
-        return list({id(group): group for group, _ in self._by_module[module]}.values())
+    def groups_of(self, modules: Iterable[int]) -> list[DraftGroup]:
+        return list({id(group): group for group, _ in self.attn_groups_of(modules)}.values())
 
     def slot_mapping_by_layer(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """Views `[num_tokens]` of the groups' buffers, by layer name, as the forward context wants them."""

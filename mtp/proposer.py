@@ -1,18 +1,20 @@
 """`MultiGroupProposer`: drafts with modules whose layers may lie in several KV cache groups.
 
 Who owns what. The host owns block tables, the target's hidden states and the metadata of its step; nothing of it is
-changed here. The proposer owns one slot-mapping buffer per group (`mtp/groups.py`) and its input buffers, which the
-base class allocates. `initialize_attn_backend` binds the groups, `set_per_group_attn_metadata` hands over their block
+changed here. The proposer owns one slot-mapping buffer per group (`mtp/groups.py`), the history (`mtp/window.py`) and
+the input buffers. `initialize_attn_backend` binds the groups, `set_per_group_attn_metadata` hands over their block
 tables in every step, `propose` uses both.
 
-What is written when. The first pass runs module 0 over the rows that the target has just computed, rejected ones
-included: those lie past the last valid row and are written again before anything reads them. Each further step runs
-one row per request at the next position. A prompt's later modules are therefore not exact yet; the chain will run every module over every row in this place.
+What is written when. Every module runs over the same window of rows: the step's valid ones and, before them, those
+that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what a run from
+scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write past the
+last valid row, where the next window writes again.
 """
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
@@ -26,10 +28,18 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.groups import DraftGroups, build_draft_groups
-from mtp.slots import query_rows, write_slot_mappings
+from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
+from mtp.window import History, StepRows, Window, build_window, chunk_ends
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+class DraftBatch(NamedTuple):
+    """The host's view of the requests that are drafted for."""
+
+    requests: dict[str, CachedRequestState]
+    input_batch: InputBatch
 
 
 class MultiGroupProposer(EagleProposer):
@@ -43,16 +53,44 @@ class MultiGroupProposer(EagleProposer):
 
     descriptor: ClassVar[DraftDescriptor]
 
+    # The base class's input buffers, which `_add_history` replaces.
+    max_num_tokens: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_positions: torch.Tensor
+    hidden_states: torch.Tensor
+    inputs_embeds: torch.Tensor
+    arange: torch.Tensor
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         self.plan = DraftPlan.make(
             self.descriptor, self.draft_model_config.hf_config, self.num_speculative_tokens, self.max_model_len
         )
         self.groups: DraftGroups | None = None
+        self.history: History | None = None
+        self._batch: DraftBatch | None = None
         self._decode_query_start_loc_cpu = torch.arange(self.max_batch_size + 1, dtype=torch.int32)
-        self._input_batch: InputBatch | None = None
-        # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
+        if self.plan.chain_length > 1:
+            self._add_history(self.plan.chain_length - 1)
+
+    def _add_history(self, depth: int) -> None:
+        """Room for `depth` more rows per request in every input buffer, and the rows themselves between the passes."""
+        rows = self.max_num_tokens + depth * self.max_batch_size
+        self.max_num_tokens = self.max_query_tokens = self.max_positions = rows
+        self.input_ids = self.input_ids.new_zeros(rows)
+        self.hidden_states = self.hidden_states.new_zeros(rows, self.hidden_size)
+        self.inputs_embeds = self.inputs_embeds.new_zeros(rows, self.inputs_embeds_size)
+        self.arange = torch.arange(rows + 1, dtype=self.arange.dtype, device=self.device)
+        rope_dims: tuple[int, ...] = ()
+        if self.uses_mrope:
+            rope_dims = self.mrope_positions.shape[:1]
+            self.mrope_positions = self.mrope_positions.new_zeros(*rope_dims, rows + 1)
+        else:
+            self.positions = self.positions.new_zeros(rows)
+        # Twice the running requests: those that wait to be resumed must not push out one that runs.
+        self.history = History(depth, 2 * self.max_batch_size, self.hidden_size, self.dtype, rope_dims, self.device)
 
     # What the host calls before a step.
 
@@ -64,7 +102,7 @@ class MultiGroupProposer(EagleProposer):
         Raises:
             ValueError: a layer has no group (`mtp.groups.build_draft_groups`).
         """
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         self.groups = build_draft_groups(
             self.vllm_config,
             kv_cache_config,
@@ -80,12 +118,10 @@ class MultiGroupProposer(EagleProposer):
         self.block_size = self.groups.primary.block_size
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """The host's graphs know a number of rows and no module, so with several modules they would replay the first."""
+        """The host's graphs know a number of rows and no module: with several modules they would replay the first."""
         super().initialize_cudagraph_keys(cudagraph_mode if self.plan.num_modules == 1 else CUDAGraphMode.NONE)
 
-    def set_per_group_attn_metadata(
-        self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def set_per_group_attn_metadata(self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Takes the block table of one KV cache group for the coming step.
 
         The host's slots are not used: they are those of the target's rows in the order that the target ran them, which
@@ -100,11 +136,18 @@ class MultiGroupProposer(EagleProposer):
         gpu_input_batch: InputBatch,
         discard_request_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Kept for `propose`, which knows where each chunk ends.
-        self._input_batch = gpu_input_batch
-        return super().prepare_next_token_ids_padded(
-            sampled_token_ids, requests, gpu_input_batch, discard_request_mask
-        )
+        self._batch = DraftBatch(requests, gpu_input_batch)
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
+
+    def prepare_next_token_ids_cpu(
+        self,
+        sampled_token_ids: list[list[int]],
+        requests: dict[str, CachedRequestState],
+        gpu_input_batch: InputBatch,
+        num_scheduled_tokens: dict[str, int],
+    ) -> torch.Tensor:
+        self._batch = DraftBatch(requests, gpu_input_batch)
+        return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
 
     # A drafting pass.
 
@@ -140,114 +183,200 @@ class MultiGroupProposer(EagleProposer):
             RuntimeError: the groups or their block tables were not handed over.
         """
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
-        cad = common_attn_metadata
-        self._last_draft_probs = None
-        num_tokens, last_rows, cad = self.set_inputs_first_pass(
-            target_token_ids,
-            self._correct_chunk_ends(next_token_ids, cad),
-            target_positions,
-            target_hidden_states,
-            token_indices_to_sample,
-            cad,
-            num_rejected_tokens_gpu,
-        )
-        req_indices, seq_positions = query_rows(cad.query_start_loc, cad.seq_lens, num_tokens)
-        mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(num_tokens)
-        inputs, _ = self.build_model_inputs_first_pass(num_tokens, num_input_tokens, mm_embed_inputs)
-        sample_hidden, hidden = self._run_step(
-            0, cad, req_indices, seq_positions, inputs, mode, num_input_tokens, across_dp
-        )
-
-        # Without a draft to make the pass has still written its keys and values, or the next one would read holes.
+        self._last_draft_probs: torch.Tensor | None = None
+        # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        if num_steps > 0:
-            self._sample_step(0, sample_hidden[last_rows], sampling_metadata, drafts, probs)
-        if num_steps > 1:
-            self._roll_out(num_steps, cad, last_rows, num_rejected_tokens_gpu, hidden, sampling_metadata, drafts, probs)
+
+        cad = common_attn_metadata
+        last_rows = cad.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
+        if target_positions.dim() > 1 and not self.uses_mrope:
+            target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
+        rows = StepRows(target_token_ids, target_positions, target_hidden_states, next_token_ids, last_rows)
+        batch, self._batch = self._batch, None
+        slots = None if self.history is None else self._assign_history(batch)
+        window = build_window(rows, cad, self.history, slots)
+        hidden = self._run_chain(window, rows, batch, mm_embed_inputs, num_steps, sampling_metadata, drafts, probs)
+        if self.history is not None and slots is not None:
+            self.history.store(slots, window)
+        if num_steps > self.plan.chain_length:
+            self._roll_out(window, cad, hidden, num_steps, sampling_metadata, drafts, probs)
         return self._collect(num_speculative_tokens, cad.batch_size(), drafts, probs)
+
+    def _run_chain(
+        self,
+        window: Window,
+        rows: StepRows,
+        batch: DraftBatch | None,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+        num_steps: int,
+        sampling_metadata: SamplingMetadata,
+        drafts: list[torch.Tensor],
+        probs: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Runs every module over the window; module i makes draft i at each request's last valid row.
+
+        All of them run even where fewer drafts are wanted: a row that is left out would be a hole in the cache.
+
+        Returns:
+            `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
+        """
+        groups, modules = self._bound_groups(), range(self.plan.chain_length)
+        mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(window.num_rows)
+        write_slot_mappings(
+            groups.groups_of(modules),
+            window.cad.num_reqs,
+            window.req_indices,
+            window.seq_positions,
+            self.max_model_len,
+            num_input_tokens,
+        )
+        attn_metadata = self._build_attn_metadata(modules, window.cad, step=0)
+        self._get_positions(window.num_rows)[:] = window.positions
+        partial = None if batch is None else chunk_ends(batch.input_batch, window.cad, len(modules))
+        token_ids, hidden = window.token_ids, window.hidden_states
+        for module in modules:
+            # Each module reads one token further than the one before it.
+            follows = rows.next_token_ids if module == 0 else drafts[module - 1] if module <= len(drafts) else None
+            token_ids = self._shift(token_ids, window.last_rows, follows, module, partial)
+            self.input_ids[: window.num_rows] = token_ids
+            self.hidden_states[: window.num_rows] = hidden
+            inputs = self._model_inputs(module, window.num_rows, num_input_tokens, mm_embed_inputs)
+            for_head, for_next = self._forward(
+                inputs, attn_metadata, window.num_rows, mode, num_input_tokens, across_dp
+            )
+            if self.descriptor.hidden_states_flow:
+                hidden = for_next[: window.num_rows]
+            if module == 0:
+                first_hidden = for_next[window.last_rows]
+            if module < num_steps:
+                self._sample_step(module, for_head[window.last_rows], sampling_metadata, drafts, probs)
+        return first_hidden
+
+    def _shift(
+        self,
+        token_ids: torch.Tensor,
+        last_rows: torch.Tensor,
+        follows: torch.Tensor | None,
+        module: int,
+        partial: tuple[np.ndarray, np.ndarray] | None,
+    ) -> torch.Tensor:
+        """Every row's next token; `follows` `[num_reqs]`, or the prompt where it goes on, after the last valid one.
+
+        Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
+        was made for it to consume: it isn't final, and the next pass writes it again.
+        """
+        shifted = token_ids.roll(-1)
+        if follows is not None:
+            shifted[last_rows] = follows.to(shifted.dtype)
+        if partial is not None:
+            reqs, tokens = (async_tensor_h2d(x, device=self.device) for x in (partial[0], partial[1][:, module]))
+            shifted[last_rows[reqs]] = tokens.to(shifted.dtype)
+        return shifted
 
     def _roll_out(
         self,
-        num_steps: int,
-        cad: CommonAttentionMetadata,
-        last_rows: torch.Tensor,
-        num_rejected_tokens: torch.Tensor | None,
+        window: Window,
+        target_cad: CommonAttentionMetadata,
         hidden: torch.Tensor,
+        num_steps: int,
         sampling_metadata: SamplingMetadata,
         drafts: list[torch.Tensor],
         probs: list[torch.Tensor],
     ) -> None:
-        """Steps 1 and on: one row per request, each at the position after the last."""
-        batch_size = cad.batch_size()
-        mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(batch_size)
-        rope_positions = self._get_positions(self.max_num_tokens)[..., last_rows]
-        hidden = hidden[last_rows]
-        req_indices = self.arange[:batch_size]
-        cad = self._one_row_per_request(cad, num_rejected_tokens)
-        for step in range(1, num_steps):
-            seq_positions = cad.seq_lens  # of the row to come, whose index is the length before it
-            cad = self._advance(cad)
-            rope_positions = (rope_positions + 1).clamp(max=self.max_model_len - 1)
-            self._get_positions(batch_size)[:] = rope_positions
-            self.hidden_states[:batch_size] = hidden
-            self.input_ids[:batch_size] = drafts[-1]
-            inputs = self._step_inputs(batch_size, num_input_tokens)
-            sample_hidden, hidden = self._run_step(
-                step, cad, req_indices, seq_positions, inputs, mode, num_input_tokens, across_dp
-            )
-            hidden = hidden[:batch_size]
-            self._sample_step(step, sample_hidden[:batch_size], sampling_metadata, drafts, probs)
+        """The drafts after the chain's: it slides on, one row per request further for each.
 
-    def _run_step(
+        The target has no hidden state for such a row; module 0's at the row before it stands in, since that is what
+        the token there was drafted from. With one module this is the ordinary rollout of EAGLE (arXiv 2401.15077).
+        The next window begins before those rows and writes them again, so what stands there harms nothing.
+
+        Args:
+            hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
+        """
+        groups, batch_size = self._bound_groups(), target_cad.batch_size()
+        modules = range(self.plan.chain_length)
+        mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(batch_size)
+        rope_positions = window.positions[..., window.last_rows]
+        req_indices = self.arange[:batch_size]
+        for ahead in range(1, num_steps - len(modules) + 1):
+            seq_positions = window.last_positions + ahead
+            cad = self._one_row_per_request(target_cad, seq_positions, ahead)
+            write_slot_mappings(
+                groups.groups_of(modules), batch_size, req_indices, seq_positions, self.max_model_len, num_input_tokens
+            )
+            attn_metadata = self._build_attn_metadata(modules, cad, ahead)
+            self._get_positions(batch_size)[:] = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
+            flowing = stand_in = hidden
+            for module in modules:
+                self.input_ids[:batch_size] = drafts[ahead - 1 + module]
+                self.hidden_states[:batch_size] = flowing
+                inputs = self._model_inputs(module, batch_size, num_input_tokens, None)
+                for_head, for_next = self._forward(inputs, attn_metadata, batch_size, mode, num_input_tokens, across_dp)
+                if module == 0:
+                    hidden = for_next[:batch_size]
+                flowing = for_next[:batch_size] if self.descriptor.hidden_states_flow else stand_in
+            step = modules[-1] + ahead
+            self._sample_step(step, for_head[:batch_size], sampling_metadata, drafts, probs)
+
+    def _one_row_per_request(
+        self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
+    ) -> CommonAttentionMetadata:
+        """A request at max_model_len stays there: its row is padding and its draft is not used."""
+        batch_size, limit = cad.batch_size(), self.max_model_len
+        upper = cad.seq_lens_cpu_upper_bound
+        return cad.replace(
+            num_actual_tokens=batch_size,
+            max_query_len=1,
+            query_start_loc=self.arange[: batch_size + 1],
+            query_start_loc_cpu=self._decode_query_start_loc_cpu[: batch_size + 1],
+            seq_lens=(seq_positions + 1).clamp(max=limit).to(cad.seq_lens.dtype),
+            seq_lens_cpu_upper_bound=None if upper is None else (upper + ahead).clamp(max=limit),
+            max_seq_len=min(cad.max_seq_len + ahead, limit),
+            positions=None,
+            is_prefilling=None,
+            logits_indices_padded=None,
+            num_logits_indices=None,
+            max_logits_per_req=None,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+
+    def _forward(
         self,
-        step: int,
-        cad: CommonAttentionMetadata,
-        req_indices: torch.Tensor,
-        seq_positions: torch.Tensor,
         inputs: dict[str, Any],
+        attn_metadata: dict[str, object],
+        num_rows: int,
         mode: CUDAGraphMode,
         num_input_tokens: int,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the step's module over the rows; returns the hidden states that its head and that the next step take."""
-        module = self.plan.module_of_step(step)
-        groups = self._bound_groups()
-        write_slot_mappings(
-            groups.groups_of(module), cad.num_reqs, req_indices, seq_positions, self.max_model_len, num_input_tokens
-        )
-        _, attn_metadata = self.build_per_group_and_layer_attn_metadata(cad, step)
+        """Runs one module; returns the hidden states that its head and that the next step take."""
         if self.eplb_state is not None:
-            self.eplb_state.prepare_forward(self.draft_model_config, cad.num_actual_tokens)
-        if self.plan.num_modules > 1:
-            inputs["spec_step_idx"] = module
+            self.eplb_state.prepare_forward(self.draft_model_config, num_rows)
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
             num_tokens=num_input_tokens,
             num_tokens_across_dp=num_tokens_across_dp,
             cudagraph_runtime_mode=mode,
-            slot_mapping=groups.slot_mapping_by_layer(num_input_tokens),
+            slot_mapping=self._bound_groups().slot_mapping_by_layer(num_input_tokens),
         ):
             output = self.model(**inputs)
         return output if self.model_returns_tuple() else (output, output)
 
-    def build_per_group_and_layer_attn_metadata(
-        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int = 0
-    ) -> tuple[list[object], dict[str, object]]:
-        """Attention metadata of the groups that step `draft_index` uses, as a list and by layer name."""
-        cad = common_attn_metadata
-        per_group: list[object] = []
+    def _build_attn_metadata(
+        self, modules: Iterable[int], cad: CommonAttentionMetadata, step: int
+    ) -> dict[str, object]:
+        """By layer name, the metadata of the groups that these modules use; built once for all of them."""
         per_layer: dict[str, object] = {}
-        for group, attn in self._bound_groups().attn_groups_of(self.plan.module_of_step(draft_index)):
+        for group, attn in self._bound_groups().attn_groups_of(modules):
             metadata = attn.build_metadata_for_drafting(
-                replace(
-                    cad,
+                cad.replace(
                     block_table_tensor=group.table(cad.num_reqs),
                     slot_mapping=group.slot_mapping[: cad.num_actual_tokens],
                 ),
-                draft_index,
+                step,
             )
             if self.allowed_attn_types is not None and not isinstance(metadata, self.allowed_attn_types):
                 raise ValueError(
@@ -255,71 +384,40 @@ class MultiGroupProposer(EagleProposer):
                     f"draft with; it can with {[t.__name__ for t in self.allowed_attn_types]}. Choose another "
                     "backend by attention_backend in the speculative config."
                 )
-            per_group.append(metadata)
             per_layer.update(dict.fromkeys(attn.layer_names, metadata))
-        return per_group, per_layer
+        return per_layer
 
     # Inputs.
 
-    def _correct_chunk_ends(self, next_token_ids: torch.Tensor, cad: CommonAttentionMetadata) -> torch.Tensor:
-        """The token after a chunk that ends before its prompt does is the prompt's, and the host gives the last one.
+    def _assign_history(self, batch: DraftBatch | None) -> torch.Tensor:
+        assert self.history is not None
+        if batch is None:
+            raise RuntimeError(
+                "propose was called without one of the prepare_next_token_ids methods before it, so the rows belong "
+                "to no known request."
+            )
+        slots = self.history.assign(batch.input_batch.req_ids, batch.requests)
+        return async_tensor_h2d(np.array(slots), device=self.device)
 
-        The prompt is followed by the output so far when a preempted request is computed again.
+    def _model_inputs(
+        self,
+        module: int,
+        num_rows: int,
+        num_input_tokens: int,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """The model's arguments, out of the input buffers.
+
+        Embeddings of images belong to this step's rows, and only a window of one module has just those.
         """
-        batch, self._input_batch = self._input_batch, None
-        if batch is None or cad.seq_lens_cpu_upper_bound is None:
-            return next_token_ids  # the host took them from the requests, one by one
-        ends = cad.seq_lens_cpu_upper_bound[: cad.num_reqs].numpy()  # exact for rows that prefill
-        rows = (ends < batch.num_tokens_no_spec[: cad.num_reqs]).nonzero()[0]
-        if len(rows) == 0:
-            return next_token_ids
-        tokens = batch.token_ids_cpu[rows, ends[rows]]
-        corrected = next_token_ids.clone()
-        corrected[async_tensor_h2d(rows, device=self.device)] = async_tensor_h2d(tokens, device=self.device)
-        return corrected
+        if self.plan.num_modules > 1:
+            mm_embed_inputs = None
+        inputs, _ = self.build_model_inputs_first_pass(num_rows, num_input_tokens, mm_embed_inputs)
+        return inputs | self._selection(module)
 
-    def _step_inputs(self, batch_size: int, num_input_tokens: int) -> dict[str, Any]:
-        inputs: dict[str, Any] = {
-            "input_ids": self.input_ids[:num_input_tokens],
-            "positions": self._get_positions(num_input_tokens),
-            "hidden_states": self.hidden_states[:num_input_tokens],
-            "inputs_embeds": None,
-        }
-        if self.supports_mm_inputs:
-            self.inputs_embeds[:batch_size] = self.model.embed_input_ids(self.input_ids[:batch_size])
-            inputs |= {"input_ids": None, "inputs_embeds": self.inputs_embeds[:num_input_tokens]}
-        return inputs
-
-    def _one_row_per_request(
-        self, cad: CommonAttentionMetadata, num_rejected_tokens: torch.Tensor | None
-    ) -> CommonAttentionMetadata:
-        """The batch as it stands before step 1: lengths up to each last valid row, one query a request."""
-        batch_size = cad.batch_size()
-        return replace(
-            cad,
-            num_actual_tokens=batch_size,
-            max_query_len=1,
-            query_start_loc=self.arange[: batch_size + 1],
-            query_start_loc_cpu=self._decode_query_start_loc_cpu[: batch_size + 1],
-            seq_lens=cad.seq_lens if num_rejected_tokens is None else cad.seq_lens - num_rejected_tokens,
-            positions=None,
-            is_prefilling=None,
-            logits_indices_padded=None,
-            num_logits_indices=None,
-            max_logits_per_req=None,
-        )
-
-    def _advance(self, cad: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """One more row per request. A request at max_model_len stays there: its row is padding and its draft unused."""
-        upper = cad.seq_lens_cpu_upper_bound
-        return replace(
-            cad,
-            seq_lens=(cad.seq_lens + 1).clamp(max=self.max_model_len),
-            seq_lens_cpu_upper_bound=None if upper is None else (upper + 1).clamp(max=self.max_model_len),
-            max_seq_len=min(cad.max_seq_len + 1, self.max_model_len),
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
-        )
+    def _selection(self, module: int) -> dict[str, int]:
+        """What names the module to the model; a model of one is not asked."""
+        return {"spec_step_idx": module} if self.plan.num_modules > 1 else {}
 
     # Drafts.
 
@@ -337,8 +435,7 @@ class MultiGroupProposer(EagleProposer):
         if greedy and self.use_local_argmax_reduction:
             drafts.append(self.top_tokens(hidden, module))
             return
-        selects = {"spec_step_idx": module} if self.plan.num_modules > 1 else {}
-        logits = self.model.compute_logits(hidden, **selects)
+        logits = self.model.compute_logits(hidden, **self._selection(module))
         token_ids, distribution = self._sample_from_logits(logits, sampling_metadata)
         drafts.append(token_ids)
         if distribution is not None:
@@ -359,15 +456,40 @@ class MultiGroupProposer(EagleProposer):
 
     # Set-up and warm-up.
 
+    @torch.inference_mode()
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Runs as many forwards as a pass of the configured length, so that data-parallel ranks agree on collectives.
+
+        The host calls it to profile, to warm up, to capture, and on a rank that has nothing to draft.
+        """
+        chain = list(range(self.plan.chain_length))
+        beyond = chain * (self.plan.num_speculative_tokens - len(chain))
+        for modules in (chain[:1],) if is_graph_capturing else (chain, beyond):
+            if not modules:
+                continue
+            mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
+            bound = slot_mappings and self.groups is not None
+            slots = self._bound_groups().slot_mapping_by_layer(num_input_tokens) if bound else slot_mappings or {}
+            for module in modules:
+                with set_forward_context(
+                    None,
+                    self.vllm_config,
+                    num_tokens=num_input_tokens,
+                    num_tokens_across_dp=across_dp,
+                    cudagraph_runtime_mode=mode,
+                    slot_mapping=slots,
+                ):
+                    self.model(**self._model_inputs(module, num_tokens, num_input_tokens, None))
+
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         if not self.descriptor.own_heads:
             super()._maybe_share_lm_head(target_language_model)
-
-    def _get_slot_mapping(
-        self, num_tokens: int, slot_mapping: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Per layer, its own group's buffer. The base class calls this in `dummy_run`, before real slots exist."""
-        return self._bound_groups().slot_mapping_by_layer(num_tokens)
 
     def _bound_groups(self) -> DraftGroups:
         if self.groups is None:

@@ -5,7 +5,6 @@ until everything that it is going to change has been checked, and raises where i
 """
 
 import logging
-import threading
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -59,14 +58,7 @@ def _restore_layer_types(original: Any) -> Any:
 START_UP_FIXES = (
     Patch(
         target="vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__",
-        parameters=tuple(
-            "self hidden_size intermediate_size num_attention_heads num_attention_groups num_hidden_layers max_seq_len "
-            "vocab_size rms_norm_eps moe_every_n_layer use_moe moe_intermediate_size moe_num_experts moe_top_k "
-            "moe_layer_offset rope_theta rope_scaling head_dim share_expert_dim norm_expert_weight bos_token_id "
-            "eos_token_id moe_router_activation moe_router_scaling_factor att_impl_type use_head_wise_attn_gate "
-            "use_moe_router_bias need_fp32_gate layer_types use_rope_layers yarn_only_types attention_other_setting "
-            "num_nextn_predict_layers swiglu_limits swiglu_limits_shared max_position_embeddings kwargs".split()
-        ),
+        parameters=("self", ..., "num_hidden_layers", ..., "layer_types", ...),
         replace=_keep_layer_types,
         why="the config forgets the attention types of the MTP layers, which lie past num_hidden_layers; the target's "
         "own list must stay short, or strict validation refuses it under extract_hidden_states.",
@@ -86,6 +78,11 @@ START_UP_FIXES = (
 )
 
 
+# The architectures that a proposer of ours was built for in this process. Where there is none, the patches of code that
+# other methods run too must leave it as it is.
+_built: list[str] = []
+
+
 # Drafting: the V1 runner asks `use_step3p5_mtp()` whether to take its multi-group branch, builds what the name
 # `Step3p5MTPProposer` stands for in its module, and hands block tables per group to instances of that name.
 
@@ -95,7 +92,9 @@ def _is_multi_group(original: Any) -> Any:
         architecture = draft_architecture(self)
         if architecture is not None and architecture not in PROPOSERS:
             logger.info(
-                "vLLM's own proposer drafts: vllm-mtp-proposers knows %s and not %s.", ", ".join(PROPOSERS), architecture
+                "vLLM's own proposer drafts: vllm-mtp-proposers knows %s and not %s.",
+                ", ".join(PROPOSERS),
+                architecture,
             )
         return is_known(self) or original(self)
 
@@ -109,9 +108,9 @@ def _build_known(original: type) -> type:
         def __call__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
             config = vllm_config.speculative_config
             architecture = draft_architecture(config)
-            _drafts_here.set()
             assert architecture is not None
             proposer = load_proposer(architecture)
+            _built.append(architecture)
             logger.info(
                 "%s.%s drafts for %s on the V1 model runner, %d tokens a step, instead of vLLM's own proposer "
                 "(MTP_PROPOSERS=upstream switches back).",
@@ -148,11 +147,53 @@ def _route_to_v1(original: Any) -> Any:
     return _get_v2_model_runner_unsupported_features
 
 
+def _drafts_up_to_the_limit(original: Any) -> Any:
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        from mtp.proposer import MultiGroupProposer
+
+        # A draft that is limited to shorter sequences than its target can't run past its own limit.
+        limited = self.effective_drafter_max_model_len < self.max_model_len
+        if limited or not isinstance(self.drafter, MultiGroupProposer):
+            return original(self, common_attn_metadata)
+        return common_attn_metadata is not None
+
+    return _input_fits_in_drafter
+
+
+def _key_blocks_by_what_follows(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = vllm_config.speculative_config
+        architecture = draft_architecture(config) if is_known(config) else None
+        if architecture is not None:
+            config.disable_eagle_block_drop = True  # it guards against what the keys below rule out
+        original(self, vllm_config, *args, **kwargs)
+        if architecture is None or self.request_block_hasher is None:
+            return
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
+        from mtp.steps import DraftPlan
+
+        plan = DraftPlan.make(
+            load_proposer(architecture).descriptor,
+            config.draft_model_config.hf_config,
+            config.num_speculative_tokens,
+            vllm_config.model_config.max_model_len,
+        )
+        manager = self.scheduler.kv_cache_manager
+        hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        hash_block_size = manager.coordinator.block_pool.hash_block_size
+        self.request_block_hasher = make_block_hasher(hash_block_size, hash_function, plan.chain_length)
+        look_ahead_in_prefix_cache(manager, plan.chain_length)
+
+    return __init__
+
+
 def _expand_on_cpu(original: Any) -> Any:
     def expand_batch_to_tokens(
         x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
     ) -> Any:
-        if x.device.type != "cpu" or not _drafts_here.is_set():
+        if x.device.type != "cpu" or not _built:
             return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
         counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
         return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
@@ -162,15 +203,11 @@ def _expand_on_cpu(original: Any) -> Any:
 
 def _constrain_nothing(original: Any) -> Any:
     def apply_sampling_constraints(logits: Any, cu_num_draft_tokens: Any, sampling_metadata: Any) -> Any:
-        if logits.shape[0] == 0 and _drafts_here.is_set():
+        if logits.shape[0] == 0 and _built:
             return logits
         return original(logits, cu_num_draft_tokens, sampling_metadata)
 
     return apply_sampling_constraints
-
-
-# Set once a proposer of ours was built in this process: other methods must find the host as it is.
-_drafts_here = threading.Event()
 
 
 DRAFTING = (
@@ -189,6 +226,24 @@ DRAFTING = (
         why="the runner builds its multi-group proposer, and recognises it later, by this name.",
         upstream="none yet: the runner has no registry of proposers",
         until="vLLM lets a plugin name the proposer of a method",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
+        parameters=("self", "common_attn_metadata"),
+        replace=_drafts_up_to_the_limit,
+        why="one request within K tokens of max_model_len makes the runner skip the pass for the whole batch, which "
+        "leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
+        upstream="none yet",
+        until="the runner leaves positions past max_model_len to the drafter",
+    ),
+    Patch(
+        target="vllm.v1.engine.core:EngineCore.__init__",
+        parameters=("self", "vllm_config", ...),
+        replace=_key_blocks_by_what_follows,
+        why="a block's last draft rows depend on the tokens after it, which are not in the host's key of the block "
+        "(mtp/prefix.py).",
+        upstream="none yet",
+        until="vLLM keys a drafter's blocks by what their rows depend on",
     ),
     Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",

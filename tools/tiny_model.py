@@ -258,6 +258,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         targets = len(config.target_layers)
+        # One list, as in the checkpoint: the modules are the layers past the target's.
         self.layers = nn.ModuleList(
             DecoderLayer(config, i) if i < targets else MTPModule(config, i) for i in range(len(config.layers))
         )
@@ -290,6 +291,7 @@ class TinyStep3p5(nn.Module):
         module_logits = []
         for i, module in enumerate(self.model.layers[targets:]):
             shifted = F.pad(embeddings[:, 1 + i :], (0, 0, 0, 1 + i))
+            assert isinstance(module, MTPModule)
             hidden = module.forward_module(shifted, hidden)
             module_logits.append(module.shared_head(hidden))
         return logits, module_logits

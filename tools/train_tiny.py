@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ def losses(model: TinyStep3p5, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: TinyStep3p5, stream: Tensor, length: int, batch: int = 16) -> dict[str, object]:
+def evaluate(model: TinyStep3p5, stream: Tensor, length: int, batch: int = 16) -> dict[str, Any]:
     """Loss, accuracy and, per module, how often its greedy token is the target's, on held-out text."""
     rows = stream[: len(stream) // length * length].view(-1, length).long()
     loss, right = [], []
@@ -116,7 +117,7 @@ def write_checkpoint(model: TinyStep3p5, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
 
 
-def write_model_card(folder: Path, report: dict[str, object]) -> None:
+def write_model_card(folder: Path, report: dict[str, Any]) -> None:
     agreement = report["module_agreement"]
     rows = "\n".join(f"| {i} | {value:.3f} |" for i, value in enumerate(agreement))
     (folder / "README.md").write_text(

@@ -1,0 +1,21 @@
+"""`python -m bench COMMAND`: every measurement that the README quotes."""
+
+import argparse
+import sys
+
+from bench import compare, demo
+
+COMMANDS = {"compare": compare, "demo": demo}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        module.add_arguments(subparsers.add_parser(name, help=(module.__doc__ or "").splitlines()[0]))
+    args = parser.parse_args()
+    return COMMANDS[args.command].run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

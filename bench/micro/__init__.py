@@ -1,0 +1,1 @@
+"""Micro-benchmarks: `make bench`, or `pytest bench/micro --benchmark-only`."""

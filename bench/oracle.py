@@ -1,0 +1,48 @@
+"""`python -m bench oracle`: random schedules on the real engine, held against a dense reference after every pass."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-step3p5"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schedules", type=int, default=200, help="random schedules of 10 to 60 steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the record there too")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, help="folder of a Step-3.5 checkpoint (default: %(default)s)"
+    )
+    parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
+    parser.add_argument("--setup", action="append", help="only engines of that name (repeatable)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 where everything was right, 1 where anything wasn't."""
+    # The oracle lives with the tests, which are not installed.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.oracle.driver import run_schedules
+    from tests.oracle.schedules import SETUPS
+
+    setups = [setup for setup in SETUPS if not args.setup or setup.name in args.setup]
+    if not setups:
+        names = ", ".join(repr(setup.name) for setup in SETUPS)
+        raise SystemExit(f"There is no engine called {args.setup}: choose from {names}.")
+    record = run_schedules(args.model, args.schedules, args.seed, modules=args.modules, setups=setups, progress=True)
+    text = json.dumps(record.to_json(), indent=1)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+    return 0 if record.clean else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.oracle", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

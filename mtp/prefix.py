@@ -1,0 +1,57 @@
+"""Prefix-cache keys for blocks whose rows look ahead.
+
+Row p of module i depends on token p + 1 + i, so the last rows of a block depend on the tokens after it. vLLM keys a
+block by the tokens up to its end. Two requests that part right after a block then share a copy whose last rows suit
+only one of them; dropping the last block that matches, as vLLM does for drafters, guards the request that parts there
+and not one that comes later and matches further. Here the key has the tokens that follow, which also means that a
+block is keyed, and cached, only once they are known.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
+from vllm.v1.request import Request
+
+
+def make_block_hasher(
+    hash_block_size: int, hash_function: Callable[[Any], bytes], lookahead: int
+) -> Callable[[Request], list[BlockHash]]:
+    """The host's hasher with the `lookahead` tokens after a block in its key.
+
+    Returns:
+        A function that gives the keys of the request's blocks that have none yet and are followed by enough tokens.
+    """
+    following: deque[tuple[int, ...]] = deque()
+    # The host calls the hash function once per block, in order.
+    hash_blocks = get_request_block_hasher(
+        hash_block_size, lambda content: hash_function((*content, following.popleft()))
+    )
+
+    def request_block_hasher(request: Request) -> list[BlockHash]:
+        first = len(request.block_hashes)
+        count = max(0, (request.num_tokens - lookahead) // hash_block_size - first)
+        if count == 0:
+            return []
+        ends = range((first + 1) * hash_block_size, request.num_tokens + 1, hash_block_size)
+        following.extend(tuple(request.all_token_ids[end : end + lookahead]) for end in ends)
+        hashes = hash_blocks(request)
+        following.clear()
+        return hashes[:count]
+
+    return request_block_hasher
+
+
+def look_ahead_in_prefix_cache(kv_cache_manager: Any, lookahead: int) -> None:
+    """Has the host's `KVCacheManager` cache no block before it has a key, and look no further than there are keys."""
+    coordinator = kv_cache_manager.coordinator
+    coordinator.num_reprefillable_tokens = max(coordinator.num_reprefillable_tokens, lookahead)
+    hash_block_size = coordinator.block_pool.hash_block_size
+    for name in ("find_longest_cache_hit", "find_longest_cache_hit_per_group"):
+        find = getattr(coordinator, name)
+
+        def find_in_keys(block_hashes: list[BlockHash], max_cache_hit_length: int, find: Any = find) -> Any:
+            return find(block_hashes, min(max_cache_hit_length, len(block_hashes) * hash_block_size))
+
+        setattr(coordinator, name, find_in_keys)

@@ -1,0 +1,262 @@
+"""The rows of a drafting pass, and the history that repairs what rejections left behind.
+
+Row p of a request sits at sequence position p and holds token t_p and the target's hidden state there. Module i
+consumes t_{p+1+i} at row p, so the last rows of one pass were computed from drafts: module i's row p is final only
+once t_{p+1+i} is verified. The next pass therefore begins up to M - 1 rows earlier, with rows that the target does not
+run again:
+
+    positions   n-2  n-1 | n  n+1  n+2  n+3        n: first position that the target ran in this step
+                history  | this step's rows         L: last valid row, here n+1 after two rejections
+                                 L                  rows past L are padding: slot -1, outputs unused
+
+How many rows a request has is known to the host; where they lie, and which are valid, only to the device. A request
+that is shorter than its history begins at position 0 and has the padding at its end, so no row precedes the sequence.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The target's rows of one step, as the host hands them over.
+
+    Attributes:
+        token_ids: `[num_tokens]` integer.
+        positions: `[num_tokens]` int64 rotary positions, `[3, num_tokens]` under M-RoPE.
+        hidden_states: `[num_tokens, hidden_size]`.
+        next_token_ids: `[num_reqs]` integer, the token after each last valid row.
+        last_rows: `[num_reqs]` integer, the last valid row of each request.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    hidden_states: torch.Tensor
+    next_token_ids: torch.Tensor
+    last_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rows of one pass.
+
+    Attributes:
+        cad: attention metadata of the pass, less what differs between KV cache groups.
+        req_indices: `[num_rows]` int64, each row's request.
+        seq_positions: `[num_rows]` int64 sequence positions; -1 for rows that must not be written.
+        token_ids: `[num_rows]` integer, each row's own token t_p.
+        positions: rotary positions, `[num_rows]` or `[3, num_rows]` int64.
+        hidden_states: `[num_rows, hidden_size]` of the target.
+        last_rows: `[num_reqs]` int64, where in the window each last valid row is.
+        last_positions: `[num_reqs]` int64, its sequence position L.
+    """
+
+    cad: CommonAttentionMetadata
+    req_indices: torch.Tensor
+    seq_positions: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    hidden_states: torch.Tensor
+    last_rows: torch.Tensor
+    last_positions: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+
+class History:
+    """The last rows of every request, by absolute position.
+
+    Entry j of slot s is the row at position `ends[s] - depth + j`, and the last `valid[s]` entries are there. A
+    request that did not pass here before, or that goes on at another position than it stopped at, finds no row and
+    has padding instead: nothing else has to be told of preemption, prefix hits or steps without a draft.
+
+    Attributes:
+        depth: rows kept per request, modules - 1.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        num_slots: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        rope_dims: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.depth = depth
+        self.token_ids = torch.zeros(num_slots, depth, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(*rope_dims, num_slots, depth, dtype=torch.int64, device=device)
+        self.hidden_states = torch.zeros(num_slots, depth, hidden_size, dtype=dtype, device=device)
+        self.ends = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.valid = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._free = list(range(num_slots))[::-1]
+        # The state, not the id, is the request: an id may come again. The order is that of last use.
+        self._slots: dict[str, tuple[CachedRequestState, int]] = {}
+
+    def assign(self, req_ids: Sequence[str], requests: dict[str, CachedRequestState]) -> list[int]:
+        """The slots of a batch, host side; a new request gets an empty one, for which an idle one may lose its own."""
+        fresh = []
+        slots = []
+        for req_id in req_ids:
+            state = requests[req_id]
+            known = self._slots.pop(req_id, None)
+            if known is not None and known[0] is state:
+                slot = known[1]
+            else:
+                slot = known[1] if known is not None else self._take(requests, req_ids)
+                fresh.append(slot)
+            self._slots[req_id] = (state, slot)
+            slots.append(slot)
+        if fresh:
+            self.valid[async_tensor_h2d(np.array(fresh), device=self.valid.device)] = 0
+        return slots
+
+    def _take(self, requests: dict[str, CachedRequestState], req_ids: Iterable[str]) -> int:
+        if not self._free:
+            gone = [req_id for req_id in self._slots if req_id not in requests]
+            in_use = set(req_ids)
+            gone = gone or [next(req_id for req_id in self._slots if req_id not in in_use)]
+            self._free += [self._slots.pop(req_id)[1] for req_id in gone]
+        return self._free.pop()
+
+    def store(self, slots: torch.Tensor, window: Window) -> None:
+        """Keeps the last rows up to each request's last valid one.
+
+        Args:
+            slots: `[num_reqs]` int64.
+        """
+        steps_back = torch.arange(self.depth - 1, -1, -1, device=slots.device)
+        rows = window.last_rows[:, None] - steps_back
+        starts = window.cad.query_start_loc[:-1].long()
+        inside = rows >= starts[:, None]
+        rows = rows.clamp(min=0)
+        there = inside & (window.seq_positions[rows] >= 0)
+        self.token_ids[slots] = window.token_ids[rows].to(self.token_ids.dtype)
+        self.positions[..., slots, :] = window.positions[..., rows]
+        self.hidden_states[slots] = window.hidden_states[rows]
+        self.ends[slots] = window.last_positions + 1
+        # Rows count from the last one back, up to the first that is missing.
+        self.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
+
+
+def chunk_ends(batch: InputBatch, cad: CommonAttentionMetadata, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The requests whose chunk ends before their prompt does, and the `count` tokens that follow it there.
+
+    The prompt is followed by the output so far when a preempted request is computed again. The host is not
+    asked for the token: it answers with the prompt's last one (vLLM's `prepare_next_token_ids_padded`).
+
+    Returns:
+        `[num_partial]` request indices and `[num_partial, count]` token ids; None when every prompt is complete.
+    """
+    upper = cad.seq_lens_cpu_upper_bound
+    if upper is None:
+        return None
+    ends = upper[: cad.num_reqs].numpy()  # exact for requests that prefill
+    totals = batch.num_tokens_no_spec[: cad.num_reqs]
+    partial = (ends < totals).nonzero()[0]
+    if len(partial) == 0:
+        return None
+    # The scheduler leaves as many tokens past a chunk as there are modules; the clamp keeps the look-up in bounds.
+    columns = np.minimum(ends[partial, None] + np.arange(count), totals[partial, None] - 1)
+    return partial, batch.token_ids_cpu[partial[:, None], columns]
+
+
+def build_window(
+    rows: StepRows, cad: CommonAttentionMetadata, history: History | None, slots: torch.Tensor | None
+) -> Window:
+    """Lays out the rows of a pass: the history's, where a request has any, and this step's.
+
+    Nothing is synchronised: lengths of queries come from the host, positions stay on the device.
+
+    Args:
+        cad: of the target's step; its `seq_lens` count rejected rows in.
+        history, slots: None for a single module, which has nothing to repair.
+    """
+    query_lens_cpu = cad.query_start_loc_cpu.diff()
+    if history is None:
+        depths_cpu = torch.zeros_like(query_lens_cpu)
+        query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
+    else:
+        depths_cpu = _history_depths(cad, query_lens_cpu, history.depth)
+        lens_cpu = query_lens_cpu + depths_cpu
+        query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
+        torch.cumsum(lens_cpu, 0, out=query_start_loc_cpu[1:])
+        query_start_loc = query_start_loc_cpu.to(cad.query_start_loc.device, non_blocking=True)
+    num_rows = int(query_start_loc_cpu[-1])
+    device = query_start_loc.device
+
+    step_starts = cad.query_start_loc[:-1].long()
+    step_lens = cad.query_start_loc[1:] - cad.query_start_loc[:-1]
+    window_starts = query_start_loc[:-1].long()
+    window_lens = query_start_loc[1:] - query_start_loc[:-1]
+    first_positions = cad.seq_lens.long() - step_lens  # where the target's rows begin
+    starts = (first_positions - (window_lens - step_lens)).clamp(min=0)  # where the window does
+    last_positions = first_positions + rows.last_rows - step_starts
+
+    row_indices = torch.arange(num_rows, device=device)
+    req_indices = torch.searchsorted(query_start_loc[1:].long(), row_indices, right=True)
+    seq_positions = row_indices + (starts - window_starts)[req_indices]
+    offsets = seq_positions - first_positions[req_indices]  # from the target's first row; negative in the history
+    valid = seq_positions <= last_positions[req_indices]
+    step_rows = (step_starts[req_indices] + offsets).clamp(0, rows.token_ids.shape[0] - 1)
+    token_ids = rows.token_ids[step_rows]
+    positions = rows.positions[..., step_rows]
+    hidden_states = rows.hidden_states[step_rows]
+    if history is not None:
+        assert slots is not None
+        row_slots = slots[req_indices]
+        past = offsets < 0
+        entries = seq_positions - history.ends[row_slots] + history.depth
+        there = (entries < history.depth) & (entries >= history.depth - history.valid[row_slots])
+        entries = entries.clamp(0, history.depth - 1)
+        valid &= ~past | there
+        token_ids = torch.where(past, history.token_ids[row_slots, entries].to(token_ids.dtype), token_ids)
+        positions = torch.where(past, history.positions[..., row_slots, entries], positions)
+        hidden_states = torch.where(past[:, None], history.hidden_states[row_slots, entries], hidden_states)
+
+    upper = cad.seq_lens_cpu_upper_bound
+    window_lens_cpu = query_start_loc_cpu.diff()
+    window_cad = cad.replace(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc_cpu,
+        seq_lens=(starts + window_lens).to(cad.seq_lens.dtype),
+        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
+        num_actual_tokens=num_rows,
+        max_query_len=int(window_lens_cpu.max()),
+        max_seq_len=max(cad.max_seq_len, int(window_lens_cpu.max())),
+        positions=None,
+        logits_indices_padded=None,
+        num_logits_indices=None,
+        max_logits_per_req=None,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+    return Window(
+        cad=window_cad,
+        req_indices=req_indices,
+        seq_positions=torch.where(valid, seq_positions, -1),
+        token_ids=token_ids,
+        positions=positions,
+        hidden_states=hidden_states,
+        last_rows=window_starts + last_positions - starts,
+        last_positions=last_positions,
+    )
+
+
+def _history_depths(cad: CommonAttentionMetadata, query_lens_cpu: torch.Tensor, depth: int) -> torch.Tensor:
+    """How many history rows each request's window has room for.
+
+    The bound is exact where a request prefills, so a prompt's first chunk gets none; where it decodes it may be too
+    high, and `build_window` moves the window's start on the device.
+    """
+    if cad.seq_lens_cpu_upper_bound is None:
+        return torch.full_like(query_lens_cpu, depth)
+    return (cad.seq_lens_cpu_upper_bound - query_lens_cpu).clamp(0, depth).to(query_lens_cpu.dtype)

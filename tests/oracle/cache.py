@@ -1,0 +1,102 @@
+"""Reads keys and values back from the engine's KV cache.
+
+The CPU backend packs a block's keys for its kernels. Rather than know the packing, `BlockLayout` has the backend write
+numbered elements into a scratch block and looks where each went.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where the elements of a block lie.
+
+    Attributes:
+        keys, values: `[block_size, num_kv_heads, head_dim]` int64, indices into a flattened block.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def probe(cls, layer: Any, block_size: int) -> "BlockLayout":
+        """Asks the layer's backend.
+
+        Raises:
+            RuntimeError: it didn't write every element to a place of its own.
+        """
+        num_kv_heads, head_dim = layer.num_kv_heads, layer.head_size
+        shape = (block_size, num_kv_heads, head_dim)
+        count = block_size * num_kv_heads * head_dim
+        numbers = torch.arange(1, 2 * count + 1, dtype=torch.float32)  # exact up to 2 ** 24
+        scratch = torch.zeros_like(layer.kv_cache[:1])
+        layer.impl.do_kv_cache_update(
+            layer, numbers[:count].view(shape), numbers[count:].view(shape), scratch, torch.arange(block_size)
+        )
+        found = scratch.flatten().argsort()[-2 * count :]
+        if not torch.equal(scratch.flatten()[found], numbers):
+            raise RuntimeError("The KV cache of this backend does not hold what was written to it, element by element.")
+        return cls(found[:count].view(shape), found[count:].view(shape))
+
+
+class ModuleCache:
+    """One module's own part of the KV cache.
+
+    Attributes:
+        module: its number.
+        group: the KV cache group its layer lies in.
+        window: rows further than that behind a query are no longer the request's; None: all are.
+    """
+
+    def __init__(self, module: int, group: int, layer: Any, block_size: int) -> None:
+        self.module, self.group, self.block_size = module, group, block_size
+        window = getattr(layer.impl, "sliding_window", -1)
+        self.window: int | None = window if window and window > 0 else None
+        self._layer = layer
+        self._layout = BlockLayout.probe(layer, block_size)
+
+    def first_visible(self, query: int) -> int:
+        """The first row that a query at that position attends to; blocks before it may belong to somebody else."""
+        return 0 if self.window is None else max(0, query - self.window + 1)
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
+        """Physical places of the rows `[start, end)`, under a request's block table."""
+        rows = torch.arange(start, end)
+        table = torch.as_tensor(blocks, dtype=torch.int64)
+        return table[rows // self.block_size] * self.block_size + rows % self.block_size
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows `[start, end)`, each `[end - start, num_kv_heads, head_dim]`."""
+        first = start // self.block_size
+        needed = torch.as_tensor(blocks, dtype=torch.int64)[first : -(-end // self.block_size)]
+        pages = self._layer.kv_cache[needed].flatten(1)
+        rows = slice(start - first * self.block_size, end - first * self.block_size)
+        keys, values = (pages[:, where].flatten(0, 1)[rows] for where in (self._layout.keys, self._layout.values))
+        return keys, values
+
+
+def module_caches(runner: Any) -> list[ModuleCache]:
+    """The caches of the draft's modules, in the order of their layers' indices.
+
+    Raises:
+        RuntimeError: a draft layer is in no group.
+    """
+    groups = runner.kv_cache_config.kv_cache_groups
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    names = sorted(runner.drafter._draft_attn_layer_names, key=_layer_index)
+    caches = []
+    for module, name in enumerate(names):
+        where = [index for index, group in enumerate(groups) if name in group.layer_names]
+        if len(where) != 1:
+            raise RuntimeError(f"The draft layer {name} is in the KV cache groups {where}, and must be in one.")
+        caches.append(ModuleCache(module, where[0], layers[name], groups[where[0]].kv_cache_spec.block_size))
+    return caches
+
+
+def _layer_index(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdigit())

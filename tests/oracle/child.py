@@ -1,0 +1,86 @@
+"""What the tests run in a process of its own, since an engine changes the process it is in.
+
+    python -m tests.oracle.child FUNCTION '{"argument": ...}'
+
+calls a function of this module and prints what it returns as one line of JSON, the last.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.oracle.dense import DenseModel
+from tests.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
+from tests.oracle.record import Record
+from tests.oracle.schedules import SETUPS, RequestPlan, Setup
+from tests.oracle.watch import Watcher
+
+MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-step3p5"
+
+
+def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
+    """The record of random schedules on the engines of these names."""
+    chosen = [setup for setup in SETUPS if setup.name in setups]
+    return run_schedules(MODEL, count, seed, setups=chosen, progress=True).to_json()
+
+
+def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
+    """By name of a fault, the record of one schedule on the engine that `setups` names for it."""
+    from tests.oracle.faults import FAULTS
+
+    return {
+        fault: run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault]).to_json()
+        for fault, name in setups.items()
+    }
+
+
+def shared_block() -> dict[str, Any]:
+    """A block is computed twice, before different tokens, and then reused before those of the second time.
+
+    The first request leaves the common prompt right after block 1. The second goes on with it; the host keeps the
+    second's own block 1 beside the first's, under one hash, because it drops the last block that matches. The third
+    matches further than that.
+    """
+    texts, _ = read_texts(MODEL)
+    prompt, other = texts[0], texts[1]
+    prompts = [prompt[:64] + other[:20], prompt[:140], prompt[:150]]
+    plans = [
+        RequestPlan(12 * index, tokens, 4, 0.0, [], None, diverging=index == 0) for index, tokens in enumerate(prompts)
+    ]
+    setup, record = _setup("chunks"), Record()
+    with Engine(MODEL, **setup.engine_arguments()) as engine:
+        watcher = Watcher(engine.runner, DenseModel(MODEL), record, 3, random.Random(0))
+        ScheduleRun(engine, setup, watcher, "shared block", 0, 36, plans).run()
+    return record.to_json()
+
+
+def greedy(num_prompts: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """Greedy outputs with one draft a step, and how many drafts were accepted."""
+    from vllm import SamplingParams
+
+    texts, _ = read_texts(MODEL)
+    prompts = [text[:num_tokens] for text in texts[:num_prompts]]
+    record = Record()
+    with Engine(MODEL, **_setup("K=1").engine_arguments() | {"num_gpu_blocks_override": 200}) as engine:
+        Watcher(engine.runner, DenseModel(MODEL), record, 0, random.Random(0))
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False),
+        )
+    rejections = record.events.rejections
+    return {
+        "prompts": prompts,
+        "outputs": [list(output.outputs[0].token_ids) for output in outputs],
+        "accepted": rejections.get(0, 0),
+        "rejected": rejections.get(1, 0),
+    }
+
+
+def _setup(name: str) -> Setup:
+    return next(setup for setup in SETUPS if setup.name == name)
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

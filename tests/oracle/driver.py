@@ -1,0 +1,241 @@
+"""Runs random schedules on real engines in this process, under the eyes of a `Watcher`."""
+
+import gc
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from tests.oracle.dense import DenseModel, Reference
+from tests.oracle.record import Record
+from tests.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
+from tests.oracle.variants import widen_sliding_layers
+from tests.oracle.watch import Continuation, Watcher
+
+MAX_STEPS_TO_DRAIN = 2000
+
+
+class Engine:
+    """An engine in this process, whose model runner can be reached.
+
+    Use as a context manager: the engine is shut down at the end, so that another can be started.
+    """
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        # Read when vLLM is first imported: the engine core must stay in this process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # So small a model gains nothing from more threads, and loses much where something else is running.
+        torch.set_num_threads(1)
+        from vllm import LLM
+
+        self.llm = LLM(str(model), **arguments)
+
+    @property
+    def engine(self) -> Any:
+        return self.llm.llm_engine
+
+    @property
+    def core(self) -> Any:
+        return self.engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+@dataclass
+class Request:
+    """A request that the engine works on."""
+
+    plan: RequestPlan
+    joined: int
+
+
+@dataclass
+class ScheduleRun:
+    """One schedule on one engine; `run` plays it to its end and takes what is left away."""
+
+    engine: Engine
+    setup: Setup
+    watcher: Watcher
+    name: str
+    seed: int
+    num_steps: int
+    plans: list[RequestPlan]
+    active: dict[str, Request] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self.watcher.start_schedule()
+        # Requests have no seeds of their own: on the CPU, vLLM fails where a seeded request's chunk ends before its
+        # prompt ("CPU Generator does not use offset").
+        torch.manual_seed(self.seed)
+        waiting = list(self.plans)
+        for step in range(self.num_steps):
+            while waiting and waiting[0].step <= step:
+                self._join(waiting.pop(0), step)
+            self._abort([key for key, request in self.active.items() if _is_due(request, step)])
+            self._step()
+        self._abort(list(self.active))
+        self._drain()
+        self.engine.llm.reset_prefix_cache()
+        self.watcher.record.schedules += 1
+
+    def _join(self, plan: RequestPlan, step: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=plan.max_tokens,
+            temperature=plan.temperature,
+            stop_token_ids=plan.stop_token_ids,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        name = f"{self.name} request {step}.{len(self.active)}"
+        request_id = self.engine.engine.add_request(name, {"prompt_token_ids": plan.prompt}, params)
+        self.active[request_id] = Request(plan, step)
+        if plan.diverging:
+            self.watcher.diverging.add(request_id)
+        events = self.watcher.record.events
+        events.joins += 1
+        events.short_prompts += len(plan.prompt) <= 4
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self.engine.engine.abort_request(request_ids, internal=True)
+        for request_id in request_ids:
+            del self.active[request_id]
+            self.watcher.followed.pop(request_id, None)
+        self.watcher.record.events.aborts += len(request_ids)
+
+    def _step(self) -> None:
+        if not self.engine.engine.has_unfinished_requests():
+            return
+        finished = [output for output in self.engine.engine.step() if output.finished]
+        self.watcher.record.steps += 1
+        for output in finished:
+            self._leave(output)
+
+    def _leave(self, output: Any) -> None:
+        """Counts how the request went, and holds its tokens against those that the passes showed."""
+        request_id = next(key for key in self.active if key.startswith(output.request_id))
+        plan = self.active.pop(request_id).plan
+        tokens = [*plan.prompt, *output.outputs[0].token_ids]
+        followed = self.watcher.followed.pop(request_id, None)
+        if followed is not None:
+            seen = followed.tokens[: len(tokens)]
+            assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
+        events = self.watcher.record.events
+        events.leaves += 1
+        events.stops += output.outputs[0].finish_reason == "stop"
+        events.at_max_model_len += len(tokens) >= self.setup.max_model_len
+
+    def _drain(self) -> None:
+        for _ in range(MAX_STEPS_TO_DRAIN):
+            if not self.engine.core.scheduler.has_requests():
+                return
+            self.engine.engine.step()
+        raise RuntimeError(f"The engine still has requests, {MAX_STEPS_TO_DRAIN} steps after the last was aborted.")
+
+
+def _is_due(request: Request, step: int) -> bool:
+    after = request.plan.abort_after
+    return after is not None and step >= request.joined + after
+
+
+def read_texts(model: Path, *, num_tokens: int = 30_000) -> tuple[list[list[int]], list[int]]:
+    """Held-out text as token streams of at least 600 tokens, and the 40 most frequent tokens in it."""
+    from tokenizers import Tokenizer
+
+    from bench.corpus import read_sources
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts: list[list[int]] = []
+    for _, text in read_sources(held_out=True):
+        ids = tokenizer.encode(text[:20_000], add_special_tokens=False).ids
+        if len(ids) >= 600:
+            texts.append(ids)
+        if sum(map(len, texts)) >= num_tokens:
+            break
+    counts = Counter(token for text in texts for token in text)
+    return texts, [token for token, _ in counts.most_common(40)]
+
+
+def run_schedules(
+    model: Path,
+    count: int,
+    seed: int,
+    *,
+    modules: int | None = None,
+    continuation: Continuation | None = Reference.slide,
+    setups: Sequence[Setup] = SETUPS,
+    plant: Callable[[Engine], AbstractContextManager[Any]] | None = None,
+    progress: bool = False,
+) -> Record:
+    """Runs `count` random schedules and returns what was found.
+
+    Args:
+        modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
+        continuation: see `Watcher`.
+        plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
+    """
+    texts, stops = read_texts(model)
+    record = Record()
+    for setup, number in draw_setups(random.Random(seed), count, setups):
+        with ExitStack() as stack:
+            folder = stack.enter_context(_checkpoint(model, setup))
+            engine = stack.enter_context(Engine(folder, **setup.engine_arguments()))
+            dense = DenseModel(folder)
+            stack.enter_context(plant(engine) if plant is not None else nullcontext())
+            watcher = Watcher(
+                engine.runner,
+                dense,
+                record,
+                min(dense.num_modules, setup.k) if modules is None else modules,
+                random.Random(seed),
+                continuation,
+                greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
+            )
+            for index in range(number):
+                rng = random.Random(f"{seed} {setup.name} {index}")
+                plan = plan_schedule(rng, setup, texts, stops)
+                ScheduleRun(engine, setup, watcher, f"{setup.name} #{index}", rng.getrandbits(32), *plan).run()
+                if progress:
+                    _report(setup, index + 1, number, record)
+    return record
+
+
+@contextmanager
+def _checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
+    if not setup.wide:
+        yield model
+        return
+    with TemporaryDirectory() as folder:
+        widen_sliding_layers(model, Path(folder))
+        yield Path(folder)
+
+
+def _report(setup: Setup, done: int, number: int, record: Record) -> None:
+    print(
+        f"{setup.name} {done}/{number}: {record.schedules} schedules, {record.steps} steps, "
+        f"rows {record.rows_checked} ({record.rows_mismatched} wrong), "
+        f"drafts {record.drafts_checked} ({record.drafts_mismatched} wrong)",
+        file=sys.stderr,
+    )

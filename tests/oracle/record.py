@@ -1,0 +1,109 @@
+"""What a run of the oracle found, as a record that programs read."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TOLERANCE = 2e-4
+"""How far an element may lie from the reference's, relative to the larger of one and its size; also how close the
+reference's two best logits must be for either to do as the draft. Two float32 runs of the same sums differ by 1e-5."""
+
+ROUTING_TOLERANCE = 2e-6
+"""Two experts this close in the reference may be taken for each other: a big difference that means nothing."""
+
+MAX_MISMATCHES = 20
+
+
+@dataclass
+class Events:
+    """What the schedules made happen; `rejections` counts requests' passes by the number of rejected drafts."""
+
+    chunk_boundaries: int = 0
+    rejections: dict[int, int] = field(default_factory=dict)
+    preemptions: int = 0
+    prefix_hits: int = 0
+    prefix_hits_diverging: int = 0
+    k_changes: int = 0
+    k_zero: int = 0
+    joins: int = 0
+    leaves: int = 0
+    aborts: int = 0
+    stops: int = 0
+    short_prompts: int = 0
+    at_max_model_len: int = 0
+    skipped_passes: int = 0
+
+
+@dataclass
+class Record:
+    """Counts of one run.
+
+    Attributes:
+        rows_checked: one per module, row and pass.
+        rows_mismatched: of those, the ones further off than `TOLERANCE`, by module in `mismatched_by_module`.
+        rows_open: rows that wait for a draft which the pass was not asked for; nothing says what they hold.
+        rows_freed: rows outside a sliding window, whose blocks are no longer the request's.
+        rows_unwritten: rows of requests whose hidden states the host kept from the drafter in an earlier step, or that
+            reuse such a request's blocks: not checked.
+        rows_excused: mismatches of requests with a row whose routing is a tie (`ROUTING_TOLERANCE`).
+        drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
+        max_abs_error: over the rows of requests without a mismatch.
+        max_target_error: over the target's hidden states, which the modules start from.
+        mismatches: in words, the first of each schedule.
+    """
+
+    schedules: int = 0
+    steps: int = 0
+    passes: int = 0
+    rows_checked: int = 0
+    rows_mismatched: int = 0
+    mismatched_by_module: dict[int, int] = field(default_factory=dict)
+    rows_open: int = 0
+    rows_freed: int = 0
+    rows_unwritten: int = 0
+    rows_excused: int = 0
+    drafts_checked: int = 0
+    drafts_mismatched: int = 0
+    draft_ties: int = 0
+    drafts_unchecked: int = 0
+    max_abs_error: float = 0.0
+    max_target_error: float = 0.0
+    tolerance: float = TOLERANCE
+    mismatches: list[str] = field(default_factory=list)
+    events: Events = field(default_factory=Events)
+    _described: bool = False
+
+    @property
+    def clean(self) -> bool:
+        return self.rows_mismatched == 0 and self.drafts_mismatched == 0
+
+    def note_rejected(self, count: int) -> None:
+        self.events.rejections[count] = self.events.rejections.get(count, 0) + 1
+
+    def note_wrong_rows(self, module: int, count: int) -> None:
+        self.rows_mismatched += count
+        self.mismatched_by_module[module] = self.mismatched_by_module.get(module, 0) + count
+
+    @property
+    def first_mismatch(self) -> str | None:
+        return self.mismatches[0] if self.mismatches else None
+
+    def start_schedule(self) -> None:
+        self._described = len(self.mismatches) == MAX_MISMATCHES
+
+    @property
+    def wants_words(self) -> bool:
+        """Whether this schedule has had no mismatch yet."""
+        return not self._described
+
+    def note_mismatch(self, words: str) -> None:
+        if self.wants_words:
+            self.mismatches.append(words)
+            self._described = True
+
+    def to_json(self) -> dict[str, Any]:
+        plain = asdict(self)
+        del plain["_described"]
+        plain["first_mismatch"] = self.first_mismatch
+        plain["mismatched_by_module"] = dict(sorted(self.mismatched_by_module.items()))
+        plain["events"]["rejections"] = dict(sorted(self.events.rejections.items()))
+        return plain

@@ -1,0 +1,232 @@
+"""The oracle finds nothing wrong with our passes, agrees with the engine where both can tell, and sees known faults."""
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle.dense import DenseModel, Reference
+from tests.oracle.record import TOLERANCE
+from tests.oracle.schedules import SETUPS, draw_setups, plan_schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "assets" / "tiny-step3p5"
+TIME_LIMIT_S = 400
+
+
+def run_child(function: str, mode: str = "on", **arguments: Any) -> dict[str, Any]:
+    """Calls a function of `tests.oracle.child` in a fresh process; equal calls are made once."""
+    return _run_once(function, mode, json.dumps(arguments, sort_keys=True))
+
+
+@functools.cache
+def _run_once(function: str, mode: str, arguments: str) -> dict[str, Any]:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "MTP_PROPOSERS": mode,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.oracle.child", function, arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-6000:]
+    result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def model() -> DenseModel:
+    return DenseModel(MODEL)
+
+
+# Nothing wrong.
+
+EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the end", "two block sizes"]
+
+
+def everything() -> dict[str, Any]:
+    return run_child("schedules", count=15, seed=3, setups=EVERYTHING)
+
+
+def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right() -> None:
+    record = everything()
+    assert record["rows_mismatched"] == 0, record["mismatches"]
+    assert record["drafts_mismatched"] == 0, record["mismatches"]
+    assert record["rows_checked"] > 100_000
+    assert record["drafts_checked"] > 1_000
+    assert record["rows_excused"] == record["rows_unwritten"] == 0
+
+
+def test_everything_that_the_schedules_are_for_happened_in_them() -> None:
+    events = everything()["events"]
+    assert {"0", "1", "2", "3", "4", "5", "6"} <= events.pop("rejections").keys()
+    assert events.pop("skipped_passes") == 0
+    assert [name for name, count in events.items() if count == 0] == []
+
+
+def test_a_reused_block_was_finished_with_the_tokens_that_follow_it_here() -> None:
+    record = run_child("shared_block")
+    assert record["events"]["prefix_hits"] == 2
+    assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
+
+
+def test_the_target_of_the_engine_is_the_reference_target() -> None:
+    assert everything()["max_target_error"] < TOLERANCE
+
+
+# The reference.
+
+
+def greedy() -> dict[str, Any]:
+    return run_child("greedy", num_prompts=6, num_tokens=100, max_tokens=64)
+
+
+def test_the_reference_continues_prompts_with_the_tokens_of_the_engine(model: DenseModel) -> None:
+    result = greedy()
+    for prompt, output in zip(result["prompts"], result["outputs"], strict=True):
+        reference = Reference(model)
+        reference.update(prompt + output, len(prompt + output) - 1)
+        best = model.logits(reference.target_hidden()[len(prompt) - 1 : -1]).argmax(-1)
+        assert best.tolist() == output
+
+
+def test_the_reference_has_as_many_single_drafts_accepted_as_the_engine(model: DenseModel) -> None:
+    result = greedy()
+    accepted = rejected = 0
+    for prompt, output in zip(result["prompts"], result["outputs"], strict=True):
+        tokens, known = prompt + output, len(prompt) + 1
+        reference = Reference(model)
+        while known < len(tokens):
+            reference.update(tokens[:known], known - 2)
+            right = int(reference.draft_logits(0, known - 2).argmax()) == tokens[known]
+            accepted, rejected = accepted + right, rejected + (not right)
+            known += 1 + right
+    assert (accepted, rejected) == (result["accepted"], result["rejected"])
+
+
+def test_a_reference_that_followed_changing_tokens_holds_what_a_fresh_one_computes(model: DenseModel) -> None:
+    rng = random.Random(0)
+    tokens = [rng.randrange(model.config["vocab_size"]) for _ in range(200)]
+    followed = Reference(model)
+    for _ in range(30):
+        last = rng.randint(80, 150)
+        tokens[rng.randint(last - 3, last + 4) :] = [rng.randrange(1000) for _ in range(100)]
+        followed.update(tokens[: last + rng.randint(2, 5)], last)
+    fresh = Reference(model)
+    fresh.update(followed._tokens, last)
+    torch.testing.assert_close(followed.target_hidden(), fresh.target_hidden(), atol=1e-4, rtol=0)
+    for module in range(model.num_modules):
+        torch.testing.assert_close(followed.keys(module), fresh.keys(module), atol=1e-4, rtol=0)
+        torch.testing.assert_close(followed.values(module), fresh.values(module), atol=1e-4, rtol=0)
+        assert len(fresh.keys(module)) == min(last + 1, len(fresh._tokens) - 1 - module)
+
+
+def test_a_row_of_a_later_module_depends_on_as_many_tokens_past_it(model: DenseModel) -> None:
+    tokens = list(range(10, 60))
+    for module in range(model.num_modules):
+        reached = tokens.copy()
+        reached[30 + 1 + module] += 1
+        before, after = Reference(model), Reference(model)
+        before.update(tokens, 40)
+        after.update(reached, 40)
+        differs = (before.values(module) - after.values(module)).abs().flatten(1).amax(1) > TOLERANCE
+        assert differs.nonzero()[0] == 30
+
+
+# The schedules.
+
+
+def test_a_seed_stands_for_the_same_schedules_every_time() -> None:
+    texts = [list(range(1, 700))]
+    plans = [plan_schedule(random.Random(7), SETUPS[0], texts, range(1, 41)) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+def test_every_planned_request_fits_its_engine(setup: Any) -> None:
+    texts = [list(range(1, 1000)) for _ in range(3)]
+    for seed in range(50):
+        num_steps, plans = plan_schedule(random.Random(seed), setup, texts, range(1, 41))
+        for plan in plans:
+            assert 0 <= plan.step < num_steps
+            assert 1 <= len(plan.prompt) < setup.max_model_len
+            assert 1 <= plan.max_tokens <= setup.max_model_len - len(plan.prompt)
+
+
+def test_schedules_are_drawn_for_every_engine_before_any_gets_two() -> None:
+    drawn = list(draw_setups(random.Random(0), len(SETUPS)))
+    assert [number for _, number in drawn] == [1] * len(SETUPS)
+    assert sum(number for _, number in draw_setups(random.Random(0), 200)) == 200
+
+
+# It bites.
+
+
+SETUP_OF_FAULT = {
+    "none": "preemption",
+    "module_0_only": "preemption",
+    "no_history": "preemption",
+    "wrong_chunk_end": "preemption",
+    "none_with_two_block_sizes": "two block sizes",
+    "primary_block_size": "two block sizes",
+}
+
+
+def with_fault(fault: str) -> dict[str, Any]:
+    record: dict[str, Any] = run_child("faults", seed=1, setups=SETUP_OF_FAULT)[fault]
+    return record
+
+
+@pytest.mark.parametrize("fault", ["none", "none_with_two_block_sizes"])
+def test_the_schedules_that_show_the_faults_are_clean_without_them(fault: str) -> None:
+    record = with_fault(fault)
+    assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
+
+
+def test_it_sees_that_later_modules_never_saw_the_prompt() -> None:
+    record = with_fault("module_0_only")
+    assert record["mismatched_by_module"].keys() == {"1", "2"}
+    assert record["drafts_mismatched"] > 0
+    assert "it was never written" in record["first_mismatch"]
+    assert "this pass was given its hidden state" in record["first_mismatch"]
+
+
+def test_it_sees_what_rejected_drafts_left_behind() -> None:
+    record = with_fault("no_history")
+    assert record["mismatched_by_module"].keys() == {"1", "2"}
+    assert "a draft that has since been replaced" in record["first_mismatch"]
+
+
+def test_it_sees_slots_counted_in_another_groups_blocks() -> None:
+    record = with_fault("primary_block_size")
+    # The first group's rows suffer too: blocks of all groups come from one pool, and theirs are written into.
+    assert {"1", "2"} <= record["mismatched_by_module"].keys()
+    assert record["drafts_mismatched"] > 0
+
+
+def test_it_sees_a_chunk_whose_end_was_fed_the_wrong_token() -> None:
+    record = with_fault("wrong_chunk_end")
+    assert "0" in record["mismatched_by_module"]
+    assert "module 0" in record["first_mismatch"]
+    assert "which is known" in record["first_mismatch"]
+
+
+def test_it_sees_the_faults_of_vllms_own_proposer() -> None:
+    record = run_child("schedules", "upstream", count=1, seed=1, setups=["preemption"])
+    assert record["mismatched_by_module"].keys() == {"0", "1", "2"}
+    assert record["drafts_mismatched"] > 0
