@@ -56,7 +56,7 @@ def test_modules_know_their_groups(config: VllmConfig) -> None:
     layers = draft_layers(config, full(64), sliding(32), sliding(32))
     cache = kv_cache(([layer_name(1), layer_name(2)], sliding(32)), ([layer_name(0)], full(64)))
     groups = build(config, cache, layers)
-    assert [[g.kv_cache_group_id for g in groups.groups_of(m)] for m in range(3)] == [[1], [0], [0]]
+    assert [[g.kv_cache_group_id for g in groups.groups_of([m])] for m in range(3)] == [[1], [0], [0]]
     assert groups.all[0].attn_groups[0].layer_names == [layer_name(1), layer_name(2)]
 
 
@@ -99,7 +99,7 @@ def test_layers_of_a_uniform_group_keep_their_own_specs(config: VllmConfig) -> N
     found = [(a.layer_names, a.kv_cache_spec) for a in groups.all[0].attn_groups]
     assert found == [([layer_name(0)], full(32)), ([layer_name(1)], wide)]
     # One slot buffer: the layers differ in what a slot holds and not in where it is.
-    assert groups.groups_of(0) == groups.groups_of(1)
+    assert groups.groups_of([0]) == groups.groups_of([1]) == groups.groups_of([0, 1])
     assert [g.get_metadata_builder().num_kv_heads for g in groups.all[0].attn_groups] == [2, 4]
 
 
@@ -126,7 +126,7 @@ def test_kernel_blocks_address_the_memory_that_the_slots_name(config: VllmConfig
     # The manager counts blocks of 96 tokens, the kernels blocks of 32.
     layers = draft_layers(config, full(96))
     groups = build(config, kv_cache(([layer_name(0)], full(96))), layers, kernel_block_sizes=[32])
-    group, attn = groups.attn_groups_of(0)[0]
+    group, attn = groups.attn_groups_of([0])[0]
     assert (group.block_size, attn.kernel_block_size) == (96, 32)
     group.block_table = torch.tensor([[7, 2, 5], [1, 9, 4]], dtype=torch.int32)
     positions = torch.tensor([0, 31, 32, 95, 96, 200, 287])
@@ -149,7 +149,7 @@ def test_kernel_blocks_address_the_memory_that_the_slots_name(config: VllmConfig
         1,
     )
     by_kernel = [
-        int(metadata.block_table[r, p // 32]) * 32 + p % 32 for r, p in zip(requests.tolist(), positions.tolist())
+        int(metadata.block_table[r, p // 32]) * 32 + p % 32 for r, p in zip(requests.tolist(), positions.tolist(), strict=True)
     ]
     assert group.slot_mapping[: len(positions)].tolist() == by_kernel
 
@@ -173,7 +173,7 @@ def test_a_module_may_have_several_attention_layers_in_several_groups(config: Vl
     layers = {name: add_layer(config, name, spec) for name, spec in zip(names, specs, strict=True)}
     cache = kv_cache((names[::2], full(32)), (names[1::2], sliding(64)))
     groups = build(config, cache, layers, num_modules=2)
-    assert [[g.kv_cache_group_id for g in groups.groups_of(m)] for m in range(2)] == [[0, 1], [0, 1]]
+    assert [[g.kv_cache_group_id for g in groups.groups_of([m])] for m in range(2)] == [[0, 1], [0, 1]]
 
 
 def test_a_layer_without_a_group_is_named_in_the_error(config: VllmConfig) -> None:

@@ -14,11 +14,16 @@ SINGLE = DraftDescriptor("Single")
 
 @pytest.mark.parametrize(
     ("num_modules", "modules"),
-    [(1, [0, 0, 0, 0, 0, 0]), (2, [0, 1, 0, 1, 0, 1]), (3, [0, 1, 2, 0, 1, 2]), (6, [0, 1, 2, 3, 4, 5])],
+    [(1, [0, 0, 0, 0, 0, 0]), (2, [0, 1, 1, 1, 1, 1]), (3, [0, 1, 2, 2, 2, 2]), (6, [0, 1, 2, 3, 4, 5])],
 )
-def test_steps_go_through_the_modules_and_start_again(num_modules: int, modules: list[int]) -> None:
+def test_the_modules_draft_in_turn_and_the_last_one_makes_all_further_drafts(num_modules: int, modules: list[int]) -> None:
     plan = DraftPlan.make(CHAINED, SimpleNamespace(num_modules=num_modules), 6, 100)
     assert [plan.module_of_step(step) for step in range(6)] == modules
+
+
+@pytest.mark.parametrize(("num_modules", "drafts", "length"), [(3, 1, 1), (3, 3, 3), (3, 6, 3), (1, 4, 1)])
+def test_the_chain_has_no_more_modules_than_there_are_drafts(num_modules: int, drafts: int, length: int) -> None:
+    assert DraftPlan.make(CHAINED, SimpleNamespace(num_modules=num_modules), drafts, 100).chain_length == length
 
 
 def test_a_model_without_a_count_has_one_module_whatever_its_config_says() -> None:
