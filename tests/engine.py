@@ -5,13 +5,16 @@ engine configuration and mode: host patches, random state and vLLM's globals the
 Equal runs are made once a session, so tests share the baselines by asking for the same thing.
 """
 
+import atexit
 import functools
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,34 +120,90 @@ def run_python(code: str, **variables: str) -> str:
 @functools.cache
 def _run_once(spec: str, environment: str) -> Run:
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        child = subprocess.run(
-            [sys.executable, "-m", "tests.engine", spec, str(result)],
-            env=child_environment(**json.loads(environment)),
+        result, log = Path(folder, "result.json"), Path(folder, "log.txt")
+        job = {"spec": json.loads(spec), "environment": json.loads(environment), "result": str(result), "log": str(log)}
+        status = _nursery().ask(job)
+        printed = log.read_text(errors="replace")
+        if status != 0:
+            raise ChildFailedError(f"The scenario {spec} exited with {status}:\n{printed[-8000:]}")
+        return Run(json.loads(result.read_text()), printed)
+
+
+class _Nursery:
+    """A process that has imported vLLM, but neither plugins nor an engine, and forks one child per job.
+
+    The import takes longer than starting an engine, and a child forked right after it is as good as a new process.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine"],
+            env=child_environment(),
             cwd=ROOT,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
-            timeout=TIME_LIMIT_S,
-            check=False,
         )
-        if child.returncode != 0:
-            raise ChildFailedError(f"The scenario {spec} exited with {child.returncode}:\n{child.stdout[-8000:]}")
-        return Run(json.loads(result.read_text()), child.stdout)
+        atexit.register(self._close)
+
+    def ask(self, job: dict[str, Any]) -> int:
+        """Runs the job and returns its exit status; a negative one is a signal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
 
 
-def _main(spec_json: str, result: str) -> None:
+@functools.cache
+def _nursery() -> _Nursery:
+    return _Nursery()
+
+
+def _serve() -> None:
+    """Reads jobs from standard input, one a line, and answers each with the exit status of its process."""
+    import vllm
+
+    assert vllm.LLM is not None  # its attributes are imported on first use
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            sys.exit(_work(json.loads(line)))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def _work(job: dict[str, Any]) -> int:
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["environment"])
+    signal.alarm(TIME_LIMIT_S)
+    try:
+        Path(job["result"]).write_text(json.dumps(_play(job["spec"])))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _play(spec: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    spec = json.loads(spec_json)
     module, _, name = spec["scenario"].partition(":")
     scenario = getattr(importlib.import_module(module), name)
     # A scenario that must act before the engine is built says so by a `prepare` attribute.
     if prepare := getattr(scenario, "prepare", None):
         prepare()
-    value = scenario(LLM(**spec["engine"]), **spec["arguments"])
-    Path(result).write_text(json.dumps(value))
+    return scenario(LLM(**spec["engine"]), **spec["arguments"])
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

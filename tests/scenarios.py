@@ -160,3 +160,34 @@ def _allow_async_scheduling() -> None:
 
 
 asynchronous.prepare = _allow_async_scheduling
+
+
+def recorded(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, Any]:
+    """Greedy generations with a recorder on the drafter."""
+    from tests.recorder import Recorder
+
+    recorder = Recorder(runner(llm))
+    draw = random.Random(0)
+    vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
+        prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for _ in range(count)]
+    else:
+        prompts = held_out_prompts(llm.get_tokenizer(), count, length)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = generate(llm, prompts, params)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    requests = {
+        output.request_id: (prompt + generated, len(prompt))
+        for output, prompt, generated in zip(outputs, prompts, tokens, strict=True)
+    }
+    wrong_slots = recorder.wrong_slots()
+    return {
+        "tokens": tokens,
+        "passes": len(recorder.passes),
+        "block sizes": recorder.block_sizes,
+        "wrong slots": wrong_slots[:10],
+        "number of wrong slots": len(wrong_slots),
+        "fed": recorder.fed_tokens(requests),
+        "heads": recorder.drafts_by_heads(),
+        **state(llm),
+    }

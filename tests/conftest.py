@@ -1,0 +1,27 @@
+"""What every test process needs before vLLM is imported, and the state of the host between tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine import ENVIRONMENT
+
+# Also for tests in this process; whatever the developer's shell has set must not decide what is tested.
+os.environ.update(ENVIRONMENT | {"MTP_PROPOSERS": "on"})
+
+
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    """vLLM without our patches for one test; those that were installed come back after it."""
+    import vllm
+
+    from mtp import compat
+    from proposers import plugin
+
+    was_installed = compat.installed_patches()
+    compat.remove_patches()
+    yield
+    compat.remove_patches()
+    ledger = plugin.START_UP_FIXES + plugin.DRAFTING
+    compat.apply_patches([patch for patch in ledger if patch.target in was_installed], vllm.__version__)
