@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from bench import compare, demo
+from bench import compare, demo, oracle
 
-COMMANDS = {"compare": compare, "demo": demo}
+COMMANDS = {"compare": compare, "demo": demo, "oracle": oracle}
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment
+from bench.reference import reference_acceptance
 from bench.spread import quartiles
 from bench.worker import PROGRESS, PROPOSERS_MODE
 
@@ -73,14 +74,23 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "speculative_config": args.speculative_config,
         "prompts": held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens),
     }
+    architecture = json.loads(Path(args.model, "config.json").read_text()).get("architectures", [None])[0]
     settings = {key: value for key, value in spec.items() if key != "prompts"} | {"num_prompts": args.prompts}
     raw = {mode: run_mode({**spec, "mode": mode}) for mode in modes}
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
+    entries = {mode: summarise(raw[mode], spec["batches"]) for mode in modes}
+    for mode, entry in entries.items():
+        if mode != "none" and architecture == "Step3p5ForCausalLM":
+            print(f"{mode}: computing what exact drafts would reach", file=sys.stderr, flush=True)
+            streams = list(zip(spec["prompts"], raw[mode]["token_ids"], strict=True))
+            length = reference_acceptance(Path(args.model), streams, args.k)["acceptance_length"]
+            entry["reference_acceptance_length"] = round(length, 4)
+            entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / length, 4)
     return {
         "schema": SCHEMA,
         "environment": describe_environment(),
         "settings": settings,
-        "modes": {mode: summarise(raw[mode], spec["batches"]) for mode in modes},
+        "modes": entries,
         # Without a run of `none` there is nothing to be equal to.
         "lossless": len(set(hashes.values())) == 1 if "none" in hashes else None,
         "text": raw[modes[-1]]["text"],
@@ -158,6 +168,9 @@ def format_table(result: dict[str, Any]) -> str:
             *(" ".join(f"{x:.3f}" for x in entry["acceptance_per_position"]) or "-" for entry in modes.values()),
         ]
     )
+    if any("acceptance_vs_reference" in entry for entry in modes.values()):
+        ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
+        rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = "-" * len(max(lines, key=len))

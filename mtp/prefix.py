@@ -43,11 +43,19 @@ def make_block_hasher(
     return request_block_hasher
 
 
-def look_ahead_in_prefix_cache(kv_cache_manager: Any, lookahead: int) -> None:
-    """Has the host's `KVCacheManager` cache no block before it has a key, and look no further than there are keys."""
-    coordinator = kv_cache_manager.coordinator
-    coordinator.num_reprefillable_tokens = max(coordinator.num_reprefillable_tokens, lookahead)
+def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
+    """Has the host's `KVCacheCoordinator` cache no block before it has a key, and look no further than there are keys.
+
+    A block that is followed by `lookahead` computed tokens is also final: every pass that writes it is over.
+    """
     hash_block_size = coordinator.block_pool.hash_block_size
+    count_cacheable = coordinator.get_num_cacheable_tokens
+
+    def get_num_cacheable_tokens(num_computed_tokens: int, kv_cache_group_id: int) -> int:
+        return count_cacheable(max(0, num_computed_tokens - lookahead), kv_cache_group_id)
+
+    coordinator.num_reprefillable_tokens = 0  # the host's own margin, which it applies only where it drops blocks
+    coordinator.get_num_cacheable_tokens = get_num_cacheable_tokens
     for name in ("find_longest_cache_hit", "find_longest_cache_hit_per_group"):
         find = getattr(coordinator, name)
 

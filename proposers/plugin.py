@@ -180,11 +180,11 @@ def _key_blocks_by_what_follows(original: Any) -> Any:
             config.num_speculative_tokens,
             vllm_config.model_config.max_model_len,
         )
-        manager = self.scheduler.kv_cache_manager
+        coordinator = self.scheduler.kv_cache_manager.coordinator
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-        hash_block_size = manager.coordinator.block_pool.hash_block_size
+        hash_block_size = coordinator.block_pool.hash_block_size
         self.request_block_hasher = make_block_hasher(hash_block_size, hash_function, plan.chain_length)
-        look_ahead_in_prefix_cache(manager, plan.chain_length)
+        look_ahead_in_prefix_cache(coordinator, plan.chain_length)
 
     return __init__
 

@@ -102,8 +102,10 @@ class Rows:
         gaps: `[rows]`, how much better the worst expert taken was than the best one left; infinite without experts.
     """
 
-    def __init__(self) -> None:
-        self.keys = self.values = self.output = self.gaps = torch.empty(0)
+    def __init__(self, attention: Attention, hidden_size: int) -> None:
+        self.keys = self.values = torch.empty(0, attention.num_kv_heads, attention.head_dim)
+        self.output = torch.empty(0, hidden_size)
+        self.gaps = torch.empty(0)
         self.count = 0
 
     def truncate(self, count: int) -> None:
@@ -112,7 +114,7 @@ class Rows:
 
     def copy(self) -> "Rows":
         """Shares what is computed; what is added to one is not added to the other."""
-        other = Rows()
+        other = object.__new__(Rows)
         other.keys, other.values, other.output, other.gaps = (
             kept[: self.count] for kept in (self.keys, self.values, self.output, self.gaps)
         )
@@ -120,14 +122,11 @@ class Rows:
         return other
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        if self.count == 0:
-            self.keys, self.values = keys, values
-            return
         self.keys = torch.cat([self.keys[: self.count], keys])
         self.values = torch.cat([self.values[: self.count], values])
 
     def finish(self, output: Tensor, gaps: Tensor) -> None:
-        self.output = torch.cat([self.output[: self.count], output]) if self.count else output
+        self.output = torch.cat([self.output[: self.count], output])
         self.gaps = torch.cat([self.gaps[: self.count], gaps])
         self.count = len(self.output)
 
@@ -278,8 +277,9 @@ class Reference:
     def forget(self) -> None:
         """Drops what was computed; the next `update` starts at the first token."""
         self._tokens: list[int] = []
-        self._target = [Rows() for _ in self.model.target]
-        self._modules = [Rows() for _ in self.model.modules]
+        hidden_size = self.model.embeddings.shape[1]
+        self._target = [Rows(layer.attention, hidden_size) for layer in self.model.target]
+        self._modules = [Rows(layer.attention, hidden_size) for layer in self.model.modules]
 
     @torch.no_grad()
     def update(self, tokens: Sequence[int], last: int) -> None:

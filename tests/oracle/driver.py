@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,7 +39,8 @@ class Engine:
         torch.set_num_threads(1)
         from vllm import LLM
 
-        self.llm = LLM(str(model), **arguments)
+        with _keeping_async_scheduling():
+            self.llm = LLM(str(model), **arguments)
 
     @property
     def engine(self) -> Any:
@@ -59,6 +61,25 @@ class Engine:
         self.engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+@contextmanager
+def _keeping_async_scheduling() -> Iterator[None]:
+    """On the CPU vLLM switches asynchronous scheduling off, as of no use there; what it does to a pass shows all the
+    same, since steps are scheduled before the last one's tokens are known.
+    """
+    from vllm.platforms import current_platform
+
+    original = current_platform.check_and_update_config
+
+    @staticmethod
+    def check_and_update_config(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    with mock.patch.object(type(current_platform), "check_and_update_config", check_and_update_config):
+        yield
 
 
 @dataclass
@@ -122,7 +143,6 @@ class ScheduleRun:
             self.engine.engine.abort_request(request_ids, internal=True)
         for request_id in request_ids:
             del self.active[request_id]
-            self.watcher.followed.pop(request_id, None)
         self.watcher.record.events.aborts += len(request_ids)
 
     def _step(self) -> None:
@@ -138,7 +158,7 @@ class ScheduleRun:
         request_id = next(key for key in self.active if key.startswith(output.request_id))
         plan = self.active.pop(request_id).plan
         tokens = [*plan.prompt, *output.outputs[0].token_ids]
-        followed = self.watcher.followed.pop(request_id, None)
+        followed = self.watcher.followed.get(request_id)
         if followed is not None:
             seen = followed.tokens[: len(tokens)]
             assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
@@ -149,7 +169,7 @@ class ScheduleRun:
 
     def _drain(self) -> None:
         for _ in range(MAX_STEPS_TO_DRAIN):
-            if not self.engine.core.scheduler.has_requests():
+            if not self.engine.core.scheduler.has_requests() and not self.engine.core.batch_queue:
                 return
             self.engine.engine.step()
         raise RuntimeError(f"The engine still has requests, {MAX_STEPS_TO_DRAIN} steps after the last was aborted.")

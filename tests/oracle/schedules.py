@@ -20,6 +20,7 @@ class Setup:
             and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
         wide: on `widen_sliding_layers` of the checkpoint, whose KV cache groups differ in their block size.
+        overlapped: steps are scheduled before the one before them has told its tokens.
         weight: how often it is drawn.
     """
 
@@ -34,6 +35,7 @@ class Setup:
     crowd: bool = False
     prefix_caching: bool = True
     wide: bool = False
+    overlapped: bool = False
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
@@ -53,6 +55,7 @@ class Setup:
             "num_gpu_blocks_override": self.num_blocks,
             "enable_prefix_caching": self.prefix_caching,
             "speculative_config": speculative,
+            "async_scheduling": self.overlapped,
             "disable_log_stats": True,
         }
 
@@ -70,6 +73,9 @@ SETUPS = (
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
     Setup("two block sizes", wide=True, num_blocks=60, chunk=40, weight=3),
+    Setup("overlapped", overlapped=True, weight=3),
+    Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
+    Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
 )

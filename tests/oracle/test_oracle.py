@@ -136,6 +136,13 @@ def test_a_reference_that_followed_changing_tokens_holds_what_a_fresh_one_comput
         assert len(fresh.keys(module)) == min(last + 1, len(fresh._tokens) - 1 - module)
 
 
+def test_a_prompt_of_one_token_without_drafts_leaves_the_later_modules_without_a_row(model: DenseModel) -> None:
+    reference = Reference(model)
+    reference.update([5, 6], 0)
+    assert [len(reference.keys(module)) for module in range(model.num_modules)] == [1, 0, 0]
+    assert [len(reference.values(module)) for module in range(model.num_modules)] == [1, 0, 0]
+
+
 def test_a_row_of_a_later_module_depends_on_as_many_tokens_past_it(model: DenseModel) -> None:
     tokens = list(range(10, 60))
     for module in range(model.num_modules):
