@@ -153,7 +153,9 @@ class Batch:
     @property
     def positions(self) -> list[int]:
         """The sequence position of every row."""
-        return [first + row for first, length in zip(self.firsts, self.query_lens, strict=True) for row in range(length)]
+        return [
+            first + row for first, length in zip(self.firsts, self.query_lens, strict=True) for row in range(length)
+        ]
 
 
 @dataclass
@@ -249,7 +251,9 @@ class Rig:
 
     def _expect(self, batch: Batch) -> Pass:
         gids = [
-            next(g for g, group in enumerate(self.kv_cache_config.kv_cache_groups) if layer_name(m) in group.layer_names)
+            next(
+                g for g, group in enumerate(self.kv_cache_config.kv_cache_groups) if layer_name(m) in group.layer_names
+            )
             for m in range(self.num_modules)
         ]
         return Pass(

@@ -149,7 +149,8 @@ def test_kernel_blocks_address_the_memory_that_the_slots_name(config: VllmConfig
         1,
     )
     by_kernel = [
-        int(metadata.block_table[r, p // 32]) * 32 + p % 32 for r, p in zip(requests.tolist(), positions.tolist(), strict=True)
+        int(metadata.block_table[r, p // 32]) * 32 + p % 32
+        for r, p in zip(requests.tolist(), positions.tolist(), strict=True)
     ]
     assert group.slot_mapping[: len(positions)].tolist() == by_kernel
 

@@ -16,7 +16,9 @@ SINGLE = DraftDescriptor("Single")
     ("num_modules", "modules"),
     [(1, [0, 0, 0, 0, 0, 0]), (2, [0, 1, 1, 1, 1, 1]), (3, [0, 1, 2, 2, 2, 2]), (6, [0, 1, 2, 3, 4, 5])],
 )
-def test_the_modules_draft_in_turn_and_the_last_one_makes_all_further_drafts(num_modules: int, modules: list[int]) -> None:
+def test_the_modules_draft_in_turn_and_the_last_one_makes_all_further_drafts(
+    num_modules: int, modules: list[int]
+) -> None:
     plan = DraftPlan.make(CHAINED, SimpleNamespace(num_modules=num_modules), 6, 100)
     assert [plan.module_of_step(step) for step in range(6)] == modules
 
