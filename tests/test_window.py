@@ -72,7 +72,6 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor(positions),
         torch.tensor(hidden, dtype=torch.float32),
-        torch.zeros(len(stories), dtype=torch.int32),
         torch.tensor(last_rows, dtype=torch.int32),
     )
     return rows, cad
