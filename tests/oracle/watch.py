@@ -4,8 +4,9 @@ The comparison stands between the end of `propose` and whatever the engine does 
 since. For each request of the batch, L is the row of its last accepted token (or of its chunk's last token), and known
 are the tokens up to L + 1, and the whole prompt (with the output so far, after a preemption). Then:
 
-* rows p <= L of every module hold what the reference computes from the known tokens and, past those, from the drafts
-  that this very pass returned. A row that would take a draft which was not asked for is open;
+* rows p <= L of every module, as far back as the pass's first row attends, hold what the reference computes from the
+  known tokens and, past those, from the drafts that this very pass returned. A row that would take a draft which was
+  not asked for is open;
 * draft i is the best token of module i's head at row L. In a chunk that ends before its prompt the engine throws it
   away, and it is right all the same.
 
@@ -225,7 +226,7 @@ class Watcher:
     def _check_rows(self, view: RequestPass, followed: Followed, cache: ModuleCache, drafts: list[int]) -> None:
         record, module = self.record, cache.module
         keys, values = followed.reference.keys(module), followed.reference.values(module)
-        start, end = cache.first_visible(view.last + 1), len(keys)
+        start, end = cache.first_visible(view.first), len(keys)
         record.rows_freed += min(start, end)
         record.rows_open += view.last + 1 - end
         if start >= end:

@@ -1,0 +1,109 @@
+"""The harness, by its command line: what it prints and what it writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.compare import SCHEMA
+from bench.corpus import is_held_out, read_sources
+from tests.engine import ROOT, TINY, child_environment
+
+SMALL = ["--prompts", "4", "--prompt-tokens", "48", "--output-tokens", "40", "--runs", "2", "--batch", "1,2"]
+EAGER = ["--engine", '{"enforce_eager": true}']
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """The record, what was printed, and the plot."""
+    folder = tmp_path_factory.mktemp("bench")
+    record, plot = folder / "record.json", folder / "plot.png"
+    done = bench("compare", "--model", TINY, *SMALL, *EAGER, "--json", str(record), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(record.read_text()), done.stdout, plot
+
+
+def test_a_comparison_names_what_ran_and_finds_all_modes_equal(comparison: tuple[dict[str, Any], str, Path]) -> None:
+    record, table, _ = comparison
+    assert record["schema"] == SCHEMA
+    assert record["lossless"] is True
+    assert "lossless: true" in table
+    assert {"vllm", "torch", "platform", "commit"} <= record["environment"].keys()
+    proposers = {mode: entry["proposer"] for mode, entry in record["modes"].items()}
+    assert proposers == {
+        "none": None,
+        "upstream": "vllm.v1.spec_decode.step3p5.Step3p5MTPProposer",
+        "ours": "proposers.step3p5.Step3p5Proposer",
+    }
+    assert len({entry["output_sha256"] for entry in record["modes"].values()}) == 1
+
+
+def test_every_figure_of_a_comparison_is_there_for_every_batch_size(
+    comparison: tuple[dict[str, Any], str, Path],
+) -> None:
+    record, _, plot = comparison
+    for mode, entry in record["modes"].items():
+        for key in ("output_tokens_per_s", "step_ms"):
+            for batch in ("1", "2"):
+                assert 0 < entry[key][batch]["q1"] <= entry[key][batch]["median"] <= entry[key][batch]["q3"]
+        assert len(entry["runs"]) == 4
+        assert all(run["output_tokens"] == 4 * 40 for run in entry["runs"])
+        accepted = entry["acceptance_per_position"]
+        assert len(accepted) == (0 if mode == "none" else 3)
+        assert accepted == sorted(accepted, reverse=True)
+        assert entry["acceptance_length"] == pytest.approx(1 + sum(accepted), abs=1e-3)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ours_accepts_what_exact_drafts_would_and_upstream_does_not(
+    comparison: tuple[dict[str, Any], str, Path],
+) -> None:
+    modes = comparison[0]["modes"]
+    assert modes["ours"]["acceptance_vs_reference"] == 1.0
+    assert modes["upstream"]["acceptance_vs_reference"] < 1.0
+    assert modes["ours"]["reference_acceptance_length"] == modes["upstream"]["reference_acceptance_length"]
+
+
+def test_drafts_past_the_modules_are_what_the_reference_makes_too(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    done = bench("compare", "--model", TINY, *SMALL, *EAGER, "--modes", "ours", "--k", "6", "--json", str(record))
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = json.loads(record.read_text())["modes"]["ours"]
+    assert ours["acceptance_vs_reference"] == 1.0
+    assert len(ours["acceptance_per_position"]) == 6
+
+
+def test_a_mode_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    done = bench("compare", "--model", TINY, "--modes", "none,faster")
+    assert done.returncode != 0
+    assert "--modes has faster; there are none, upstream, ours." in done.stderr
+
+
+def test_a_mode_whose_process_fails_says_so_with_the_end_of_its_log() -> None:
+    done = bench("compare", "--model", TINY, *SMALL, "--modes", "ours", "--k", "4")
+    assert done.returncode != 0
+    assert "Mode ours failed" in done.stderr
+    assert "must be divisible by n_predict=3" in done.stderr
+
+
+def test_no_file_is_both_held_out_and_trained_on() -> None:
+    held_out, trained = ({path for path, _ in read_sources(held_out=part)} for part in (True, False))
+    assert held_out
+    assert not held_out & trained
+    assert all(map(is_held_out, held_out))
+    assert len(held_out) < len(trained) / 10

@@ -1,0 +1,67 @@
+"""The README's blocks do what it says: every one is run here, but for `make test`, which this is part of."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine import ROOT, child_environment
+from tests.test_server import free_port, serving
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text()
+BLOCKS = [(language, text) for language, text in BLOCK.findall(README)]
+COMMANDS = [text.replace("\\\n", " ").strip() for language, text in BLOCKS if language == "bash"]
+SERVE = [command for command in COMMANDS if "--speculative-config" in command]
+REST = [line for command in COMMANDS if command not in SERVE for line in command.splitlines() if line != "make test"]
+MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+
+
+def test_the_readme_has_the_blocks_that_these_tests_run() -> None:
+    assert "make demo" in REST
+    assert len(SERVE) == 2
+    assert {language for language, _ in BLOCKS} == {"bash", "python"}
+
+
+@pytest.mark.parametrize("command", SERVE)
+def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    if words[:2] == ["vllm", "serve"]:  # the CPU build's command does not start, as the README says
+        words = [*MODULE, "--model", *words[2:]]
+    else:
+        assert words[:3] == ["python", *MODULE[1:]]
+        words[0] = sys.executable
+    with serving(tmp_path / "server.log", [*words, "--enforce-eager"], free_port()) as server:
+        assert server.get("/health") == ""
+    assert "proposers.step3p5.Step3p5Proposer drafts" in server.log.read_text()
+
+
+@pytest.mark.parametrize("command", REST)
+def test_a_command_of_the_readme_succeeds(command: str) -> None:
+    words = shlex.split(command)
+    words = [sys.executable, *words[1:]] if words[0] == "python" else words
+    done = subprocess.run(
+        words, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    if command == "make demo":
+        assert "lossless: true" in done.stdout
+        assert "proposers.step3p5.Step3p5Proposer" in done.stdout
+
+
+@pytest.mark.parametrize("program", [text for language, text in BLOCKS if language == "python"])
+def test_a_python_block_runs(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip()
