@@ -57,7 +57,9 @@ def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
     coordinator.num_reprefillable_tokens = 0  # the host's own margin, which it applies only where it drops blocks
     coordinator.get_num_cacheable_tokens = get_num_cacheable_tokens
     for name in ("find_longest_cache_hit", "find_longest_cache_hit_per_group"):
-        find = getattr(coordinator, name)
+        find = getattr(coordinator, name, None)
+        if find is None:
+            continue  # a coordinator of one group has no look-up per group
 
         def find_in_keys(block_hashes: list[BlockHash], max_cache_hit_length: int, find: Any = find) -> Any:
             return find(block_hashes, min(max_cache_hit_length, len(block_hashes) * hash_block_size))
