@@ -110,21 +110,29 @@ def test_two_tensor_parallel_ranks_give_the_same_tokens() -> None:
     assert OURS in drafted.log
 
 
-# Per position, the share of drafting steps whose draft was accepted: below what the shipped checkpoint reaches, far
-# above what a module reads from a wrong slot or a wrong hidden state.
-FLOORS = (0.70, 0.45, 0.22)
+# Per position, the share of drafting steps whose draft was accepted: somewhat below what the shipped checkpoint reaches
+# when every module's cache is exact, and at the later positions above what it reaches when they are not.
+FLOORS = (0.80, 0.70, 0.60)
+
+
+def acceptance(drafted: Run) -> list[float]:
+    counted = drafted.value["metrics"]
+    return [n / counted["spec_decode_num_drafts"] for n in counted["spec_decode_num_accepted_tokens_per_pos"]]
 
 
 def test_drafts_are_accepted_at_least_as_often_as_the_floors() -> None:
     drafted = run(scenarios.rates, mtp(3))
-    counted = drafted.value["metrics"]
-    drafts = counted["spec_decode_num_drafts"]
-    measured = [n / drafts for n in counted["spec_decode_num_accepted_tokens_per_pos"]]
-    report = ", ".join(
-        f"position {i}: {m:.3f} (floor {f})" for i, (m, f) in enumerate(zip(measured, FLOORS, strict=True))
-    )
+    assert drafted.value["tokens"] == plain(scenarios.rates)["tokens"]
+    measured = list(zip(acceptance(drafted), FLOORS, strict=True))
+    report = ", ".join(f"position {i}: {rate:.3f} (floor {floor})" for i, (rate, floor) in enumerate(measured))
     print(report)
-    assert all(m >= f for m, f in zip(measured, FLOORS, strict=True)), report
+    assert all(rate >= floor for rate, floor in measured), report
+
+
+def test_the_floors_see_modules_that_never_saw_the_prompt() -> None:
+    # vLLM's own proposer runs the later modules over one row per request and step only.
+    host = run(scenarios.rates, mtp(3), mode="upstream")
+    assert acceptance(host)[-1] < FLOORS[-1]
 
 
 def test_a_stop_in_the_middle_of_a_draft_ends_the_request_there() -> None:
