@@ -6,12 +6,17 @@ import torch
 from vllm.config import VllmConfig, replace
 from vllm.model_executor.models.utils import get_draft_quant_config
 
+from mtp.norms import fuse_gemma_norms
 from mtp.proposer import MultiGroupProposer
 from mtp.steps import DraftDescriptor
 
 
 class Step3p5Proposer(MultiGroupProposer):
     descriptor: ClassVar = DraftDescriptor("Step3p5MTP", modules_key="num_nextn_predict_layers", own_heads=True)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        super().load_model(target_model)
+        fuse_gemma_norms(self.model)
 
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """The host's Step3p5MTP has no such method, so the module's head is asked directly."""

@@ -72,13 +72,12 @@ def _keeping_async_scheduling() -> Iterator[None]:
 
     original = current_platform.check_and_update_config
 
-    @staticmethod
     def check_and_update_config(vllm_config: Any) -> None:
         wanted = vllm_config.scheduler_config.async_scheduling
         original(vllm_config)
         vllm_config.scheduler_config.async_scheduling = wanted
 
-    with mock.patch.object(type(current_platform), "check_and_update_config", check_and_update_config):
+    with mock.patch.object(type(current_platform), "check_and_update_config", staticmethod(check_and_update_config)):
         yield
 
 
