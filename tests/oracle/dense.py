@@ -350,7 +350,7 @@ class Reference:
         return self.model.module_logits(len(ends) - 1, last_hidden)[0]
 
     def closest_routing(self) -> tuple[float, float]:
-        """The smallest `Rows.gaps` of the target and of the modules: where it is tiny, rounding may choose the expert."""
+        """The smallest `Rows.gaps` of the target and of the modules: where tiny, rounding may choose the expert."""
         return _smallest_gap(self._target), _smallest_gap(self._modules)
 
 
