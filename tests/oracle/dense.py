@@ -349,10 +349,14 @@ class Reference:
             last_hidden, hidden = hidden, ends[0].output[-1:]
         return self.model.module_logits(len(ends) - 1, last_hidden)[0]
 
-    def closest_routing(self) -> float:
-        """The smallest of all `Rows.gaps`: where it is tiny, rounding may have sent a row to another expert."""
-        gaps = [rows.gaps[: rows.count] for rows in (*self._target, *self._modules) if rows.count]
-        return torch.cat(gaps).min().item() if gaps else math.inf
+    def closest_routing(self) -> tuple[float, float]:
+        """The smallest `Rows.gaps` of the target and of the modules: where tiny, rounding may choose the expert."""
+        return _smallest_gap(self._target), _smallest_gap(self._modules)
+
+
+def _smallest_gap(layers: Sequence[Rows]) -> float:
+    gaps = torch.cat([rows.gaps[: rows.count] for rows in layers])
+    return gaps.min().item() if len(gaps) else math.inf
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class Record:
         rows_freed: rows outside a sliding window, whose blocks are no longer the request's.
         rows_unwritten: rows of requests whose hidden states the host kept from the drafter in an earlier step, or that
             reuse such a request's blocks: not checked.
-        rows_excused: mismatches of requests with a row whose routing is a tie (`ROUTING_TOLERANCE`).
+        rows_excused: mismatches of requests where the engine took another of two equal experts (`ROUTING_TOLERANCE`).
         drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
         max_abs_error: over the rows of requests without a mismatch.
         max_target_error: over the target's hidden states, which the modules start from.

@@ -39,12 +39,19 @@ class Followed:
         tokens: the known ones.
         start: its first row in the pass that began it, or began it again: the rows before were reused.
         next_row: the row after the last valid one of its latest pass.
+        target_error: the furthest that the engine's target was from the reference's.
     """
 
     reference: Reference
     tokens: list[int]
     start: int = 0
     next_row: int | None = None
+    target_error: float = 0.0
+
+    def took_another_expert(self) -> bool:
+        """Whether some row's experts are a tie and were chosen differently: everything after it then differs."""
+        target, modules = self.reference.closest_routing()
+        return modules < ROUTING_TOLERANCE or (target < ROUTING_TOLERANCE and self.target_error > TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +183,7 @@ class Watcher:
         tokens = followed.tokens + drafts[len(followed.tokens) - (view.last + 2) :]
         followed.reference.update(tokens, view.last)
         error = (followed.reference.target_hidden()[view.first :] - hidden).abs().max().item()
+        followed.target_error = max(followed.target_error, error)
         self.record.max_target_error = max(self.record.max_target_error, error)
         for cache in self.caches[: self.modules]:
             self._check_rows(view, followed, cache, drafts)
@@ -241,7 +249,7 @@ class Watcher:
         if count == 0:
             record.max_abs_error = max(record.max_abs_error, error.max().item())
             return
-        if followed.reference.closest_routing() < ROUTING_TOLERANCE:
+        if followed.took_another_expert():
             record.rows_excused += count
             return
         record.note_wrong_rows(module, count)
@@ -307,7 +315,7 @@ class Watcher:
             behind = (logits[best] - logits[draft]).item()
             if behind < TOLERANCE * max(1.0, logits[best].abs().item()):
                 record.draft_ties += 1
-            elif followed.reference.closest_routing() < ROUTING_TOLERANCE:
+            elif followed.took_another_expert():
                 record.drafts_unchecked += 1
             else:
                 record.drafts_mismatched += 1
