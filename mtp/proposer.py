@@ -37,10 +37,15 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class DraftBatch(NamedTuple):
-    """The host's view of the requests that are drafted for."""
+    """The host's view of the requests that are drafted for.
+
+    Attributes:
+        num_sampled: `[num_reqs]`, how many tokens of this step `input_batch` counts in already.
+    """
 
     requests: dict[str, CachedRequestState]
     input_batch: InputBatch
+    num_sampled: np.ndarray
 
 
 class Execution(NamedTuple):
@@ -161,7 +166,8 @@ class MultiGroupProposer(EagleProposer):
         gpu_input_batch: InputBatch,
         discard_request_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._batch = DraftBatch(requests, gpu_input_batch)
+        # The host books sampled tokens after the pass.
+        self._batch = DraftBatch(requests, gpu_input_batch, np.zeros(gpu_input_batch.num_reqs, dtype=np.int32))
         return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
 
     def prepare_next_token_ids_cpu(
@@ -171,7 +177,9 @@ class MultiGroupProposer(EagleProposer):
         gpu_input_batch: InputBatch,
         num_scheduled_tokens: dict[str, int],
     ) -> torch.Tensor:
-        self._batch = DraftBatch(requests, gpu_input_batch)
+        # Without padding the host books them before it.
+        num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids], dtype=np.int32)
+        self._batch = DraftBatch(requests, gpu_input_batch, num_sampled)
         return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
 
     # A drafting pass.
@@ -254,7 +262,7 @@ class MultiGroupProposer(EagleProposer):
         )
         attn_metadata = self._build_attn_metadata(modules, window.cad, step=0)
         self._get_positions(window.num_rows)[:] = window.positions
-        partial = None if batch is None else chunk_ends(batch.input_batch, window.cad, len(modules))
+        partial = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, window.cad, len(modules))
         token_ids, hidden = window.token_ids, window.hidden_states
         for module in modules:
             # Each module reads one token further than the one before it.

@@ -145,11 +145,16 @@ class History:
         self.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
 
 
-def chunk_ends(batch: InputBatch, cad: CommonAttentionMetadata, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+def chunk_ends(
+    batch: InputBatch, num_sampled: np.ndarray, cad: CommonAttentionMetadata, count: int
+) -> tuple[np.ndarray, np.ndarray] | None:
     """The requests whose chunk ends before their prompt does, and the `count` tokens that follow it there.
 
     The prompt is followed by the output so far when a preempted request is computed again. The host is not
     asked for the token: it answers with the prompt's last one (vLLM's `prepare_next_token_ids_padded`).
+
+    Args:
+        num_sampled: `[num_reqs]`, tokens of this step that the batch counts in already.
 
     Returns:
         `[num_partial]` request indices and `[num_partial, count]` token ids; None when every prompt is complete.
@@ -158,7 +163,7 @@ def chunk_ends(batch: InputBatch, cad: CommonAttentionMetadata, count: int) -> t
     if upper is None:
         return None
     ends = upper[: cad.num_reqs].numpy()  # exact for requests that prefill
-    totals = batch.num_tokens_no_spec[: cad.num_reqs]
+    totals = batch.num_tokens_no_spec[: cad.num_reqs] - num_sampled
     partial = (ends < totals).nonzero()[0]
     if len(partial) == 0:
         return None

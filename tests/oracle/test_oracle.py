@@ -56,7 +56,7 @@ def model() -> DenseModel:
 
 # Nothing wrong.
 
-EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the end", "two block sizes"]
+EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the end", "two block sizes", "unpadded"]
 
 
 def everything() -> dict[str, Any]:
