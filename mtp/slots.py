@@ -1,7 +1,7 @@
 """Slot mappings: where in each KV cache group a row's key and value go.
 
 The sequence position of a row, which is what the block table is indexed by, is not its rotary position: under M-RoPE
-the two differ (vLLM issue 54498). It follows from the lengths alone.
+the two differ (vLLM issue 54498). `mtp/window.py` has it from the lengths alone.
 """
 
 from collections.abc import Sequence
@@ -10,25 +10,6 @@ import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.groups import DraftGroup
-
-
-def query_rows(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request and the sequence position of every row of a batch.
-
-    Args:
-        query_start_loc: `[num_reqs + 1]` integer; request r has the rows `[query_start_loc[r], query_start_loc[r+1])`.
-        seq_lens: `[num_reqs]` integer; the last of those rows is at position `seq_lens[r] - 1`.
-        num_tokens: `query_start_loc[num_reqs]`, which the host knows without asking the device.
-
-    Returns:
-        Two `[num_tokens]` int64 tensors, request indices and positions. Nothing is synchronised.
-    """
-    rows = torch.arange(num_tokens, device=query_start_loc.device)
-    ends = query_start_loc[1:].long()
-    req_indices = torch.searchsorted(ends, rows, right=True)
-    return req_indices, rows - ends[req_indices] + seq_lens[req_indices]
 
 
 def write_slot_mappings(

@@ -26,6 +26,14 @@ def test_the_readme_has_the_blocks_that_these_tests_run() -> None:
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
 
 
+def test_the_structure_has_a_line_for_every_module() -> None:
+    structure = (ROOT / "docs" / "structure.md").read_text()
+    modules = [path for part in ("mtp", "proposers", "bench", "tools") for path in (ROOT / part).glob("*.py")]
+    missing = {str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"}
+    missing = {path for path in missing if f"`{path}`" not in structure}
+    assert missing == set()
+
+
 @pytest.mark.parametrize("command", SERVE)
 def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
     words = shlex.split(command)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.groups import DraftGroup
-from mtp.slots import query_rows, write_slot_mappings
+from mtp.slots import write_slot_mappings
 
 POISON = -12345
 
@@ -105,17 +105,3 @@ def test_a_table_of_too_few_requests_is_refused(table: torch.Tensor | None) -> N
     group = DraftGroup(5, 16, torch.zeros(4, dtype=torch.int64), block_table=table)
     with pytest.raises(RuntimeError, match=r"KV cache group 5 has .*set_per_group_attn_metadata must be called"):
         write_slot_mappings([group], 2, torch.tensor([0, 1]), torch.tensor([1, 2]), 64, 2)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 500)), min_size=1, max_size=8), st.booleans())
-@settings(deadline=None, max_examples=300)
-def test_rows_of_a_batch_equal_a_scalar_loop(requests: list[tuple[int, int]], wide: bool) -> None:
-    dtype = torch.int64 if wide else torch.int32
-    starts, req_indices, positions = [0], [], []
-    for request, (query_len, computed) in enumerate(requests):
-        starts.append(starts[-1] + query_len)
-        req_indices += [request] * query_len
-        positions += range(computed, computed + query_len)
-    seq_lens = torch.tensor([query_len + computed for query_len, computed in requests], dtype=dtype)
-    found = query_rows(torch.tensor(starts, dtype=dtype), seq_lens, starts[-1])
-    assert [rows.tolist() for rows in found] == [req_indices, positions]
