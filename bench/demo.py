@@ -9,18 +9,14 @@ TINY_MODEL = Path("assets/tiny-step3p5")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    compare.add_arguments(parser)
+    compare.add_arguments(parser, model=str(TINY_MODEL))
     parser.set_defaults(
-        model=str(TINY_MODEL),
         json=Path("results/demo.json"),
         plot=Path("results/demo.png"),
         prompts=8,
         runs=2,
         engine={"enforce_eager": True},  # compiling would take longer than all the rest
     )
-    for action in parser._actions:
-        if action.dest == "model":
-            action.required = False
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ class Patch:
 
 def check_vllm_version(version: str) -> None:
     """Raises `HostMismatchError` for a vLLM release outside `SUPPORTED_VLLM`."""
-    if Version(version).release and Version(version).base_version not in SUPPORTED_VLLM:
+    if Version(version).base_version not in SUPPORTED_VLLM:
         raise HostMismatchError(
             f"vllm-mtp-proposers supports vLLM {SUPPORTED_VLLM} and found {version}. "
             "Install a supported vLLM, or set MTP_PROPOSERS=off to run this one without the plugin."

@@ -11,7 +11,6 @@ scratch over the verified tokens, and this pass's drafts after them, would hold.
 last valid row, where the next window writes again.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +30,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from mtp.groups import DraftGroups, build_draft_groups
 from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
-from mtp.window import History, StepRows, Window, build_window, chunk_ends
+from mtp.window import History, StepRows, Window, build_window, chunk_ends, for_other_rows
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -54,6 +53,17 @@ class Execution(NamedTuple):
     mode: CUDAGraphMode
     num_input_tokens: int
     num_tokens_across_dp: torch.Tensor | None
+
+
+class Layers(NamedTuple):
+    """What the draft's attention layers need for some rows, by layer name.
+
+    Attributes:
+        slot_mapping: views of the groups' buffers.
+    """
+
+    attn_metadata: dict[str, object]
+    slot_mapping: dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -94,9 +104,7 @@ class MultiGroupProposer(EagleProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
-        self.plan = DraftPlan.make(
-            self.descriptor, self.draft_model_config.hf_config, self.num_speculative_tokens, self.max_model_len
-        )
+        self.plan = self.make_plan(vllm_config)
         self.groups: DraftGroups | None = None
         self.history: History | None = None
         self._batch: DraftBatch | None = None
@@ -104,6 +112,17 @@ class MultiGroupProposer(EagleProposer):
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
         if self.plan.chain_length > 1:
             self._add_history(self.plan.chain_length - 1)
+
+    @classmethod
+    def make_plan(cls, vllm_config: VllmConfig) -> DraftPlan:
+        """Raises `ValueError` when the model can't make the number of drafts asked for."""
+        config = vllm_config.speculative_config
+        return DraftPlan.make(
+            cls.descriptor,
+            config.draft_model_config.hf_config,
+            config.num_speculative_tokens,
+            vllm_config.model_config.max_model_len,
+        )
 
     def _add_history(self, depth: int) -> None:
         """Room for `depth` more rows per request in every input buffer, and the rows themselves between the passes."""
@@ -250,29 +269,25 @@ class MultiGroupProposer(EagleProposer):
         Returns:
             `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
         """
-        groups, modules = self._bound_groups(), range(self.plan.chain_length)
+        modules = range(self.plan.chain_length)
         execution = Execution(*self._determine_batch_execution_and_padding(window.num_rows))
-        write_slot_mappings(
-            groups.groups_of(modules),
-            window.cad.num_reqs,
-            window.req_indices,
-            window.seq_positions,
-            self.max_model_len,
-            execution.num_input_tokens,
-        )
-        attn_metadata = self._build_attn_metadata(modules, window.cad, step=0)
+        layers = self._prepare_layers(window.cad, window.req_indices, window.seq_positions, execution, step=0)
         self._get_positions(window.num_rows)[:] = window.positions
-        partial = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, window.cad, len(modules))
+        goes_on = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, window.cad, len(modules))
+        partial = goes_on and tuple(async_tensor_h2d(x, device=self.device) for x in goes_on)
         token_ids, hidden = window.token_ids, window.hidden_states
         for module in modules:
             # Each module reads one token further than the one before it.
             made = [next_token_ids, *drafts.token_ids]
             follows = made[module] if module < len(made) else None
-            token_ids = self._shift(token_ids, window.last_rows, follows, module, partial)
+            token_ids = self._shift(token_ids, window.last_rows, follows)
+            if partial is not None:
+                reqs, tokens = partial
+                token_ids[window.last_rows[reqs]] = tokens[:, module].to(token_ids.dtype)
             self.input_ids[: window.num_rows] = token_ids
             self.hidden_states[: window.num_rows] = hidden
             inputs = self._model_inputs(module, window.num_rows, execution.num_input_tokens, mm_embed_inputs)
-            for_head, for_next = self._forward(inputs, attn_metadata, window.num_rows, execution)
+            for_head, for_next = self._forward(inputs, layers, window.num_rows, execution)
             if self.descriptor.hidden_states_flow:
                 hidden = for_next[: window.num_rows]
             if module == 0:
@@ -281,15 +296,9 @@ class MultiGroupProposer(EagleProposer):
                 self._sample_step(module, for_head[window.last_rows], drafts)
         return first_hidden
 
-    def _shift(
-        self,
-        token_ids: torch.Tensor,
-        last_rows: torch.Tensor,
-        follows: torch.Tensor | None,
-        module: int,
-        partial: tuple[np.ndarray, np.ndarray] | None,
-    ) -> torch.Tensor:
-        """Every row's next token; `follows` `[num_reqs]`, or the prompt where it goes on, after the last valid one.
+    @staticmethod
+    def _shift(token_ids: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor | None) -> torch.Tensor:
+        """Every row's next token, and `follows` `[num_reqs]` after the last valid one.
 
         Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
         was made for it to consume: it isn't final, and the next pass writes it again.
@@ -297,9 +306,6 @@ class MultiGroupProposer(EagleProposer):
         shifted = token_ids.roll(-1)
         if follows is not None:
             shifted[last_rows] = follows.to(shifted.dtype)
-        if partial is not None:
-            reqs, tokens = (async_tensor_h2d(x, device=self.device) for x in (partial[0], partial[1][:, module]))
-            shifted[last_rows[reqs]] = tokens.to(shifted.dtype)
         return shifted
 
     def _slide(self, window: Window, target_cad: CommonAttentionMetadata, hidden: torch.Tensor, drafts: Drafts) -> None:
@@ -312,8 +318,7 @@ class MultiGroupProposer(EagleProposer):
         Args:
             hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
         """
-        groups, num_reqs = self._bound_groups(), target_cad.batch_size()
-        modules = range(self.plan.chain_length)
+        num_reqs, modules = target_cad.batch_size(), range(self.plan.chain_length)
         execution = Execution(*self._determine_batch_execution_and_padding(num_reqs))
         rope_positions = window.positions[..., window.last_rows]
         req_indices = self.arange[:num_reqs]
@@ -321,22 +326,14 @@ class MultiGroupProposer(EagleProposer):
             ahead = step - modules[-1]
             seq_positions = window.last_positions + ahead
             cad = self._one_row_per_request(target_cad, seq_positions, ahead)
-            write_slot_mappings(
-                groups.groups_of(modules),
-                num_reqs,
-                req_indices,
-                seq_positions,
-                self.max_model_len,
-                execution.num_input_tokens,
-            )
-            attn_metadata = self._build_attn_metadata(modules, cad, step)
+            layers = self._prepare_layers(cad, req_indices, seq_positions, execution, step)
             self._get_positions(num_reqs)[:] = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
             flowing = stand_in = hidden
             for module in modules:
                 self.input_ids[:num_reqs] = drafts.token_ids[ahead - 1 + module]
                 self.hidden_states[:num_reqs] = flowing
                 inputs = self._model_inputs(module, num_reqs, execution.num_input_tokens, None)
-                for_head, for_next = self._forward(inputs, attn_metadata, num_reqs, execution)
+                for_head, for_next = self._forward(inputs, layers, num_reqs, execution)
                 if module == 0:
                     hidden = for_next[:num_reqs]
                 flowing = for_next[:num_reqs] if self.descriptor.hidden_states_flow else stand_in
@@ -348,7 +345,8 @@ class MultiGroupProposer(EagleProposer):
         """A request at max_model_len stays there: its row is padding and its draft is not used."""
         batch_size, limit = cad.batch_size(), self.max_model_len
         upper = cad.seq_lens_cpu_upper_bound
-        return cad.replace(
+        return for_other_rows(
+            cad,
             num_actual_tokens=batch_size,
             max_query_len=1,
             query_start_loc=self.arange[: batch_size + 1],
@@ -356,42 +354,46 @@ class MultiGroupProposer(EagleProposer):
             seq_lens=(seq_positions + 1).clamp(max=limit).to(cad.seq_lens.dtype),
             seq_lens_cpu_upper_bound=None if upper is None else (upper + ahead).clamp(max=limit),
             max_seq_len=min(cad.max_seq_len + ahead, limit),
-            positions=None,
             is_prefilling=None,
-            logits_indices_padded=None,
-            num_logits_indices=None,
-            max_logits_per_req=None,
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
         )
 
     def _forward(
-        self,
-        inputs: dict[str, Any],
-        attn_metadata: dict[str, object],
-        num_rows: int,
-        execution: Execution,
+        self, inputs: dict[str, Any], layers: Layers, num_rows: int, execution: Execution
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs one module; returns the hidden states that its head and that the next step take."""
         if self.eplb_state is not None:
             self.eplb_state.prepare_forward(self.draft_model_config, num_rows)
         with set_forward_context(
-            attn_metadata,
+            layers.attn_metadata,
             self.vllm_config,
             num_tokens=execution.num_input_tokens,
             num_tokens_across_dp=execution.num_tokens_across_dp,
             cudagraph_runtime_mode=execution.mode,
-            slot_mapping=self._bound_groups().slot_mapping_by_layer(execution.num_input_tokens),
+            slot_mapping=layers.slot_mapping,
         ):
             output = self.model(**inputs)
         return output if self.model_returns_tuple() else (output, output)
 
-    def _build_attn_metadata(
-        self, modules: Iterable[int], cad: CommonAttentionMetadata, step: int
-    ) -> dict[str, object]:
-        """By layer name, the metadata of the groups that these modules use; built once for all of them."""
+    def _prepare_layers(
+        self,
+        cad: CommonAttentionMetadata,
+        req_indices: torch.Tensor,
+        seq_positions: torch.Tensor,
+        execution: Execution,
+        step: int,
+    ) -> Layers:
+        """Writes the rows' slots in every group that the chain uses, and builds its metadata, once for all modules."""
+        groups, modules = self._bound_groups(), range(self.plan.chain_length)
+        write_slot_mappings(
+            groups.groups_of(modules),
+            cad.num_reqs,
+            req_indices,
+            seq_positions,
+            self.max_model_len,
+            execution.num_input_tokens,
+        )
         per_layer: dict[str, object] = {}
-        for group, attn in self._bound_groups().attn_groups_of(modules):
+        for group, attn in groups.attn_groups_of(modules):
             metadata = attn.build_metadata_for_drafting(
                 cad.replace(
                     block_table_tensor=group.table(cad.num_reqs),
@@ -406,7 +408,7 @@ class MultiGroupProposer(EagleProposer):
                     "backend by attention_backend in the speculative config."
                 )
             per_layer.update(dict.fromkeys(attn.layer_names, metadata))
-        return per_layer
+        return Layers(per_layer, groups.slot_mapping_by_layer(execution.num_input_tokens))
 
     # Inputs.
 

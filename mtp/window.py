@@ -15,6 +15,7 @@ that is shorter than its history begins at position 0 and has the padding at its
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -185,14 +186,13 @@ def build_window(
     """
     query_lens_cpu = cad.query_start_loc_cpu.diff()
     if history is None:
-        depths_cpu = torch.zeros_like(query_lens_cpu)
+        window_lens_cpu = query_lens_cpu
         query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
     else:
-        depths_cpu = _history_depths(cad, query_lens_cpu, history.depth)
-        lens_cpu = query_lens_cpu + depths_cpu
+        window_lens_cpu = query_lens_cpu + _history_depths(cad, query_lens_cpu, history.depth)
         query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
-        torch.cumsum(lens_cpu, 0, out=query_start_loc_cpu[1:])
-        query_start_loc = query_start_loc_cpu.to(cad.query_start_loc.device, non_blocking=True)
+        torch.cumsum(window_lens_cpu, 0, out=query_start_loc_cpu[1:])
+        query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
     num_rows = int(query_start_loc_cpu[-1])
     device = query_start_loc.device
 
@@ -226,21 +226,16 @@ def build_window(
         hidden_states = torch.where(past[:, None], history.hidden_states[row_slots, entries], hidden_states)
 
     upper = cad.seq_lens_cpu_upper_bound
-    window_lens_cpu = query_start_loc_cpu.diff()
-    window_cad = cad.replace(
+    longest = int(window_lens_cpu.max())
+    window_cad = for_other_rows(
+        cad,
         query_start_loc=query_start_loc,
         query_start_loc_cpu=query_start_loc_cpu,
         seq_lens=(starts + window_lens).to(cad.seq_lens.dtype),
         seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
         num_actual_tokens=num_rows,
-        max_query_len=int(window_lens_cpu.max()),
-        max_seq_len=max(cad.max_seq_len, int(window_lens_cpu.max())),
-        positions=None,
-        logits_indices_padded=None,
-        num_logits_indices=None,
-        max_logits_per_req=None,
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
+        max_query_len=longest,
+        max_seq_len=max(cad.max_seq_len, longest),
     )
     return Window(
         cad=window_cad,
@@ -251,6 +246,19 @@ def build_window(
         hidden_states=hidden_states,
         last_rows=window_starts + last_positions - starts,
         last_positions=last_positions,
+    )
+
+
+def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
+    """The metadata with these changes, and without what the host derived from its own rows."""
+    return cad.replace(
+        positions=None,
+        logits_indices_padded=None,
+        num_logits_indices=None,
+        max_logits_per_req=None,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+        **changes,
     )
 
 

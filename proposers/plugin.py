@@ -10,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from mtp.compat import Patch, apply_patches, check_vllm_version
-from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, load_proposer
+from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, known_architecture, load_proposer
 
 logger = logging.getLogger("vllm.proposers")
 
@@ -107,7 +107,7 @@ def _build_known(original: type) -> type:
 
         def __call__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
             config = vllm_config.speculative_config
-            architecture = draft_architecture(config)
+            architecture = known_architecture(config)
             assert architecture is not None
             proposer = load_proposer(architecture)
             _built.append(architecture)
@@ -163,7 +163,7 @@ def _drafts_up_to_the_limit(original: Any) -> Any:
 def _key_blocks_by_what_follows(original: Any) -> Any:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = vllm_config.speculative_config
-        architecture = draft_architecture(config) if is_known(config) else None
+        architecture = known_architecture(config)
         if architecture is not None:
             config.disable_eagle_block_drop = True  # it guards against what the keys below rule out
         original(self, vllm_config, *args, **kwargs)
@@ -172,14 +172,8 @@ def _key_blocks_by_what_follows(original: Any) -> Any:
         from vllm.utils.hashing import get_hash_fn_by_name
 
         from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
-        from mtp.steps import DraftPlan
 
-        plan = DraftPlan.make(
-            load_proposer(architecture).descriptor,
-            config.draft_model_config.hf_config,
-            config.num_speculative_tokens,
-            vllm_config.model_config.max_model_len,
-        )
+        plan = load_proposer(architecture).make_plan(vllm_config)
         coordinator = self.scheduler.kv_cache_manager.coordinator
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         hash_block_size = coordinator.block_pool.hash_block_size

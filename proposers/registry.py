@@ -43,9 +43,15 @@ def draft_architecture(config: "SpeculativeConfig") -> str | None:
     return architectures[0] if architectures else None
 
 
+def known_architecture(config: "SpeculativeConfig | None") -> str | None:
+    """The architecture that drafts if this package drafts for it, else None."""
+    architecture = None if config is None else draft_architecture(config)
+    return architecture if architecture in PROPOSERS else None
+
+
 def is_known(config: "SpeculativeConfig | None") -> bool:
     """Whether this package drafts for the model."""
-    return config is not None and draft_architecture(config) in PROPOSERS
+    return known_architecture(config) is not None
 
 
 def load_proposer(architecture: str) -> "type[MultiGroupProposer]":

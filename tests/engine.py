@@ -96,25 +96,32 @@ def child_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **variables}
 
 
+def run_command(
+    command: list[str], timeout: float = TIME_LIMIT_S, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command at the root of this checkout and takes down what it prints; its exit status is the caller's."""
+    return subprocess.run(
+        command,
+        env=child_environment(**variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 def run_python(code: str, **variables: str) -> str:
-    """What `python -c code` prints, standard error included.
+    """What `python -c code` prints, standard error before standard output.
 
     Raises:
         ChildFailedError: it failed.
     """
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment(**variables),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
+    child = run_command([sys.executable, "-c", code], **variables)
+    printed = child.stderr + child.stdout
     if child.returncode != 0:
-        raise ChildFailedError(f"python -c exited with {child.returncode}:\n{child.stdout}")
-    return child.stdout
+        raise ChildFailedError(f"python -c exited with {child.returncode}:\n{printed}")
+    return printed
 
 
 @functools.cache

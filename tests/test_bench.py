@@ -10,22 +10,14 @@ import pytest
 
 from bench.compare import SCHEMA
 from bench.corpus import is_held_out, read_sources
-from tests.engine import ROOT, TINY, child_environment
+from tests.engine import TINY, run_command
 
 SMALL = ["--prompts", "4", "--prompt-tokens", "48", "--output-tokens", "40", "--runs", "2", "--batch", "1,2"]
 EAGER = ["--engine", '{"enforce_eager": true}']
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *arguments],
-        cwd=ROOT,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    return run_command([sys.executable, "-m", "bench", *arguments])
 
 
 @pytest.fixture(scope="module")

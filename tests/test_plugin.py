@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +66,14 @@ def registered() -> None:
     register()
 
 
+@pytest.fixture
+def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM's loggers say; they hand nothing on to the root logger, which `caplog` listens to."""
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+
+
 @pytest.mark.usefixtures("registered")
 def test_the_runner_builds_our_proposer_for_a_known_architecture_and_recognises_it() -> None:
     config = make_config()
@@ -77,18 +86,14 @@ def test_the_runner_builds_our_proposer_for_a_known_architecture_and_recognises_
 
 @pytest.mark.usefixtures("registered")
 def test_an_unknown_architecture_keeps_vllms_own_proposer_and_one_line_says_so(
-    caplog: pytest.LogCaptureFixture,
+    vllm_log: pytest.LogCaptureFixture,
 ) -> None:
     config = make_config()
     draft = config.speculative_config.draft_model_config.hf_config
     draft.architectures, draft.model_type = ["SomeOtherMTP"], "some_other_mtp"
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, logger="vllm.proposers"):
-            ours = config.speculative_config.use_step3p5_mtp()
-    finally:
-        logging.getLogger("vllm").removeHandler(caplog.handler)
-    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.proposers"]
+    with vllm_log.at_level(logging.INFO, logger="vllm.proposers"):
+        ours = config.speculative_config.use_step3p5_mtp()
+    lines = [record.getMessage() for record in vllm_log.records if record.name == "vllm.proposers"]
     assert not ours
     assert len(lines) == 1
     assert lines[0].startswith("vLLM's own proposer drafts: vllm-mtp-proposers knows Step3p5MTP")
@@ -116,16 +121,12 @@ def test_a_known_architecture_is_a_reason_to_take_the_v1_runner() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_who_asks_for_the_v2_runner_gets_it_and_is_told_what_that_means(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
 ) -> None:
     config = make_config()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    try:
-        assert reasons(config) == []
-    finally:
-        logging.getLogger("vllm").removeHandler(caplog.handler)
-    assert "VLLM_USE_V2_MODEL_RUNNER=1 asks for the V2 model runner" in caplog.text
+    assert reasons(config) == []
+    assert "VLLM_USE_V2_MODEL_RUNNER=1 asks for the V2 model runner" in vllm_log.text
 
 
 @pytest.mark.usefixtures("registered", "v2_unset")

@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.engine import ROOT, child_environment
+from tests.engine import ROOT, run_command
 from tests.test_server import free_port, serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -51,9 +50,7 @@ def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
 def test_a_command_of_the_readme_succeeds(command: str) -> None:
     words = shlex.split(command)
     words = [sys.executable, *words[1:]] if words[0] == "python" else words
-    done = subprocess.run(
-        words, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=550, check=False
-    )
+    done = run_command(words, timeout=550)
     assert done.returncode == 0, done.stderr[-4000:]
     if command == "make demo":
         assert "lossless: true" in done.stdout
@@ -62,14 +59,6 @@ def test_a_command_of_the_readme_succeeds(command: str) -> None:
 
 @pytest.mark.parametrize("program", [text for language, text in BLOCKS if language == "python"])
 def test_a_python_block_runs(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip()

@@ -86,9 +86,12 @@ def module_caches(runner: Any) -> list[ModuleCache]:
     Raises:
         RuntimeError: a draft layer is in no group.
     """
+    # Here and not above: what the engine reads from the environment must be set before vLLM is first imported.
+    from vllm.model_executor.models.utils import extract_layer_index
+
     groups = runner.kv_cache_config.kv_cache_groups
     layers = runner.vllm_config.compilation_config.static_forward_context
-    names = sorted(runner.drafter._draft_attn_layer_names, key=_layer_index)
+    names = sorted(runner.drafter._draft_attn_layer_names, key=extract_layer_index)
     caches = []
     for module, name in enumerate(names):
         where = [index for index, group in enumerate(groups) if name in group.layer_names]
@@ -96,7 +99,3 @@ def module_caches(runner: Any) -> list[ModuleCache]:
             raise RuntimeError(f"The draft layer {name} is in the KV cache groups {where}, and must be in one.")
         caches.append(ModuleCache(module, where[0], layers[name], groups[where[0]].kv_cache_spec.block_size))
     return caches
-
-
-def _layer_index(name: str) -> int:
-    return next(int(part) for part in name.split(".") if part.isdigit())

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.engine import TINY
 from tests.oracle.dense import DenseModel
 from tests.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
 from tests.oracle.record import Record
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup
 from tests.oracle.watch import Watcher
 
-MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-step3p5"
+MODEL = Path(TINY)
 
 
 def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 import functools
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import TINY, run_command
 from tests.oracle.dense import DenseModel, Reference
 from tests.oracle.record import TOLERANCE
 from tests.oracle.schedules import SETUPS, draw_setups, plan_schedule
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "assets" / "tiny-step3p5"
-TIME_LIMIT_S = 400
+MODEL = Path(TINY)
 
 
 def run_child(function: str, mode: str = "on", **arguments: Any) -> dict[str, Any]:
@@ -28,22 +25,7 @@ def run_child(function: str, mode: str = "on", **arguments: Any) -> dict[str, An
 
 @functools.cache
 def _run_once(function: str, mode: str, arguments: str) -> dict[str, Any]:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "MTP_PROPOSERS": mode,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.oracle.child", function, arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
+    child = run_command([sys.executable, "-m", "tests.oracle.child", function, arguments], MTP_PROPOSERS=mode)
     assert child.returncode == 0, child.stderr[-6000:]
     result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
     return result
