@@ -34,7 +34,7 @@ CONFIG = {
 }
 
 
-def write_checkpoint(folder: Path) -> str:
+def write_checkpoint(folder: Path, vocab_size: int = VOCAB) -> str:
     """Writes the checkpoint and returns its path."""
     generator = torch.Generator().manual_seed(0)
 
@@ -60,9 +60,9 @@ def write_checkpoint(folder: Path) -> str:
         return tensors
 
     weights = {
-        "model.embed_tokens.weight": noise(VOCAB, HIDDEN, scale=1.0),
+        "model.embed_tokens.weight": noise(vocab_size, HIDDEN, scale=1.0),
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": noise(VOCAB, HIDDEN, scale=1.0),
+        "lm_head.weight": noise(vocab_size, HIDDEN, scale=1.0),
     }
     for layer in range(LAYERS):
         weights |= block(f"model.layers.{layer}", 0.09)
@@ -72,6 +72,6 @@ def write_checkpoint(folder: Path) -> str:
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         weights[f"{module}.{name}.weight"] = torch.ones(HIDDEN)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size}))
     save_file(weights, folder / "model.safetensors")
     return str(folder)

@@ -14,6 +14,7 @@ from typing import Any
 from tests.engine import TINY
 from tests.oracle.dense import DenseModel
 from tests.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
+from tests.oracle.ranks import run_on_ranks
 from tests.oracle.record import Record
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup
 from tests.oracle.watch import Watcher
@@ -35,6 +36,22 @@ def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
         fault: run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault]).to_json()
         for fault, name in setups.items()
     }
+
+
+def on_rank(model: str, count: int, seed: int, setup: str, modules: int | None, fault: str) -> dict[str, Any]:
+    """The record of one rank of a setup that has several."""
+    from tests.oracle.faults import FAULTS
+
+    setups = [_setup(setup)]
+    return run_schedules(
+        Path(model), count, seed, modules=modules, setups=setups, plant=FAULTS[fault], progress=True
+    ).to_json()
+
+
+def ranked_faults(seed: int, setup: str, faults: dict[str, str]) -> list[dict[str, Any]]:
+    """Every rank's record of one schedule, with a fault on some of them."""
+    by_rank = {int(rank): fault for rank, fault in faults.items()}
+    return run_on_ranks(MODEL, 1, seed, _setup(setup), faults=by_rank)
 
 
 def shared_block() -> dict[str, Any]:

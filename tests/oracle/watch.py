@@ -233,7 +233,9 @@ class Watcher:
 
     def _check_rows(self, view: RequestPass, followed: Followed, cache: ModuleCache, drafts: list[int]) -> None:
         record, module = self.record, cache.module
-        keys, values = followed.reference.keys(module), followed.reference.values(module)
+        keys, values = (
+            rows[:, cache.heads] for rows in (followed.reference.keys(module), followed.reference.values(module))
+        )
         start, end = cache.first_visible(view.first), len(keys)
         record.rows_freed += min(start, end)
         record.rows_open += view.last + 1 - end
@@ -273,7 +275,7 @@ class Watcher:
         worst = int((got - expected).abs().nan_to_num(torch.inf).argmax())
         head, feature = divmod(worst, expected.shape[-1])
         half = expected.shape[-1] // 2
-        element = f"{'key' if feature < half else 'value'}[head {head}, {feature % half}]"
+        element = f"{'key' if feature < half else 'value'}[head {cache.heads.start + head}, {feature % half}]"
         taken = position + 1 + cache.module
         known = taken < len(followed.tokens)
         token = f"takes t_{taken}, " + (
