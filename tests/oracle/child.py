@@ -28,6 +28,11 @@ def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
     return run_schedules(MODEL, count, seed, setups=chosen, progress=True).to_json()
 
 
+def each_setup(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
+    """By name of an engine, the record of so many schedules on it."""
+    return {name: schedules(count, seed, [name]) for name in setups}
+
+
 def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
     """By name of a fault, the record of one schedule on the engine that `setups` names for it."""
     from tests.oracle.faults import FAULTS
@@ -38,20 +43,23 @@ def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def on_rank(model: str, count: int, seed: int, setup: str, modules: int | None, fault: str) -> dict[str, Any]:
-    """The record of one rank of a setup that has several."""
+def on_rank(
+    model: str, count: int, seed: int, setup: str, modules: int | None, faults: list[str]
+) -> list[dict[str, Any]]:
+    """One rank's records of a setup that has several, one for each fault that is planted there."""
     from tests.oracle.faults import FAULTS
 
-    setups = [_setup(setup)]
-    return run_schedules(
-        Path(model), count, seed, modules=modules, setups=setups, plant=FAULTS[fault], progress=True
-    ).to_json()
+    return [
+        run_schedules(
+            Path(model), count, seed, modules=modules, setups=[_setup(setup)], plant=FAULTS[fault], progress=True
+        ).to_json()
+        for fault in faults
+    ]
 
 
-def ranked_faults(seed: int, setup: str, faults: dict[str, str]) -> list[dict[str, Any]]:
-    """Every rank's record of one schedule, with a fault on some of them."""
-    by_rank = {int(rank): fault for rank, fault in faults.items()}
-    return run_on_ranks(MODEL, 1, seed, _setup(setup), faults=by_rank)
+def ranked_faults(seed: int, setup: str, faults: list[list[str]]) -> list[list[dict[str, Any]]]:
+    """Of every rank, its records of one schedule, one for each fault that is planted there."""
+    return run_on_ranks(MODEL, 1, seed, _setup(setup), faults=faults)
 
 
 def shared_block() -> dict[str, Any]:

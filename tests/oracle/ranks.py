@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,12 +22,18 @@ TIME_LIMIT_S = 1200
 
 
 def run_on_ranks(
-    model: Path, count: int, seed: int, setup: Setup, *, modules: int | None = None, faults: Mapping[int, str] = {}
-) -> list[dict[str, Any]]:
-    """Each rank's record, as JSON.
+    model: Path,
+    count: int,
+    seed: int,
+    setup: Setup,
+    *,
+    modules: int | None = None,
+    faults: Sequence[Sequence[str]] | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Each rank's records, as JSON: one for each turn of the schedules.
 
     Args:
-        faults: by rank, what to plant there (`tests.oracle.faults.FAULTS`).
+        faults: by rank, what to plant there in each turn (`tests.oracle.faults.FAULTS`); None: one turn, no fault.
 
     Raises:
         RuntimeError: a rank failed; the message ends with what it printed.
@@ -39,7 +45,7 @@ def run_on_ranks(
         try:
             for rank, output in enumerate(outputs):
                 arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
-                arguments |= {"modules": modules, "fault": faults.get(rank, "none")}
+                arguments |= {"modules": modules, "faults": faults[rank] if faults else ["none"]}
                 environment = child_environment(
                     RANK=str(rank),
                     LOCAL_RANK=str(rank),
@@ -75,7 +81,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path]) -> None
 
 
 def add_ranks(record: Record, ranks: list[dict[str, Any]]) -> None:
-    """Adds what the ranks found to a record: rows, drafts and faults of all, events and steps, which are the same, once.
+    """Adds what the ranks found to a record: rows and drafts of all; events and steps, which are the same, once.
 
     Raises:
         AssertionError: the ranks didn't run the same steps.

@@ -95,7 +95,7 @@ SETUPS = (
     Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("the target's hidden states", hidden_states_flow=False, num_blocks=48, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_batched_tokens=48),
-    Setup("two ranks", ranks=2, max_batched_tokens=48, weight=1),
+    Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
 )
 
 # Of the text that the tiny model writes, lower case goes on for a few tokens before anything else comes.

@@ -311,7 +311,7 @@ class Watcher:
                 assert self.continuation is not None
                 logits = self.continuation(followed.reference, view.last, drafts[:index])
             record.drafts_checked += 1
-            best = int(logits.argmax())
+            head, best = min(index, len(self.caches) - 1), int(logits.argmax())
             if best == draft:
                 continue
             behind = (logits[best] - logits[draft]).item()
@@ -323,7 +323,7 @@ class Watcher:
                 record.drafts_mismatched += 1
                 record.note_mismatch(
                     f"Request {view.request_id}, draft {index} of {len(drafts)} at row L = {view.last} is {draft} and "
-                    f"should be {best}, whose logit is {behind:.4g} higher at the head of module {index}."
+                    f"should be {best}, whose logit is {behind:.4g} higher at the head of module {head}."
                 )
 
     def _num_checkable(self, view: RequestPass, followed: Followed, k: int) -> int:
