@@ -17,7 +17,7 @@ have is padding: its slot is -1 and its outputs are unused. A request that is sh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,19 @@ class StepRows:
     positions: torch.Tensor
     hidden_states: torch.Tensor
     last_rows: torch.Tensor
+
+
+class PassInputs(NamedTuple):
+    """What a pass reads of a step, beside its attention metadata.
+
+    Attributes:
+        next_token_ids: `[num_reqs]` integer, the token after each request's last valid row.
+        history_slots: `[num_reqs]` int64; None for a single module, which has nothing to repair.
+    """
+
+    rows: StepRows
+    next_token_ids: torch.Tensor
+    history_slots: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class History:
 
     Attributes:
         depth: rows kept per request, modules - 1.
+        padding_slot: belongs to no request.
     """
 
     def __init__(
@@ -93,12 +107,14 @@ class History:
         device: torch.device,
     ) -> None:
         self.depth = depth
+        self.padding_slot = num_slots
+        self._free = list(range(num_slots))[::-1]
+        num_slots += 1
         self.token_ids = torch.zeros(num_slots, depth, dtype=torch.int32, device=device)
         self.positions = torch.zeros(*rope_dims, num_slots, depth, dtype=torch.int64, device=device)
         self.hidden_states = torch.zeros(num_slots, depth, hidden_size, dtype=dtype, device=device)
         self.ends = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.valid = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._free = list(range(num_slots))[::-1]
         # The state, not the id, is the request: an id may come again. The order is that of last use.
         self._slots: dict[str, tuple[CachedRequestState, int]] = {}
 
@@ -245,7 +261,8 @@ def build_window(
         token_ids=token_ids,
         positions=positions,
         hidden_states=hidden_states,
-        last_rows=window_starts + last_positions - starts,
+        # A request that is padding ends before it begins, and must not reach into the rows of the one before it.
+        last_rows=torch.maximum(window_starts + last_positions - starts, window_starts),
         last_positions=last_positions,
     )
 
