@@ -104,12 +104,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_mode(spec: dict[str, Any]) -> dict[str, Any]:
-    """Runs `bench.worker` for one mode, passing its progress on to stderr."""
+def run_mode(spec: dict[str, Any], worker: str = "bench.worker") -> dict[str, Any]:
+    """Runs the worker's module for one mode, passing its progress on to stderr."""
     with tempfile.TemporaryDirectory() as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "bench.worker", str(spec_file), str(result_file)]
+        command = [sys.executable, "-m", worker, str(spec_file), str(result_file)]
         log: deque[str] = deque(maxlen=60)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             assert process.stdout is not None

@@ -54,8 +54,8 @@ def describe_engine(llm: Any) -> dict[str, str | None]:
 def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: str) -> dict[str, Any]:
     """Generates greedily for all prompts at once.
 
-    `step_ms` has the steps in which every request decoded: those that prefill, and those after the first has ended,
-    would be times of another batch size.
+    `step_ms` has the steps in which every request decoded, and `decode_tokens_per_s` is theirs: those that prefill, and
+    those after the first has ended, would be figures of another batch size.
     """
     from vllm import SamplingParams
 
@@ -66,22 +66,30 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
     lengths = dict.fromkeys((f"{tag}-{i}" for i in range(len(prompts))), 0)
     token_ids: dict[str, list[int]] = {}
     step_ms = []
+    ttft_ms = []
+    decoded = 0
     while engine.has_unfinished_requests():
         all_decode = min(lengths.values()) > 0 and not token_ids
         before = time.perf_counter()
         outputs = engine.step()
         elapsed = time.perf_counter() - before
+        before_step = sum(lengths.values())
         for output in outputs:
             ids = list(output.outputs[0].token_ids)
+            if ids and not lengths[output.request_id]:
+                ttft_ms.append((time.perf_counter() - started) * 1e3)
             lengths[output.request_id] = len(ids)
             if output.finished:
                 token_ids[output.request_id] = ids
         if all_decode and not token_ids:
             step_ms.append(elapsed * 1e3)
+            decoded += sum(lengths.values()) - before_step
     return {
         "seconds": time.perf_counter() - started,
         "token_ids": [token_ids[f"{tag}-{i}"] for i in range(len(prompts))],
         "step_ms": step_ms,
+        "ttft_ms": ttft_ms,
+        "decode_tokens_per_s": decoded / sum(step_ms) * 1e3 if step_ms else float("nan"),
     }
 
 

@@ -16,6 +16,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKV
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vllm.v1.worker.utils import AttentionGroup
 
+# Backends whose metadata is made by device operations alone; others plan on the host for each batch.
+RECORDABLE_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
+
 
 @dataclass(slots=True)
 class DraftGroup:
@@ -68,6 +71,12 @@ class DraftGroups:
     def primary(self) -> DraftGroup:
         """The group whose metadata the host hands to `propose`: the one with the lowest id."""
         return self.all[0]
+
+    @property
+    def recordable(self) -> bool:
+        """Whether every backend makes its metadata by device operations alone, as a recorded pass must."""
+        backends = {attn.backend.get_name() for group in self.all for attn in group.attn_groups}
+        return backends <= RECORDABLE_BACKENDS
 
     def bind(self, kv_cache_group_id: int, block_table: torch.Tensor) -> None:
         """Takes the host's table of this step; groups in which the draft has no layer are not ours to keep."""

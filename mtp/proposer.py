@@ -27,10 +27,11 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from mtp.graphs import PassGraphs
 from mtp.groups import DraftGroups, build_draft_groups
 from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
-from mtp.window import History, StepRows, Window, build_window, chunk_ends, for_other_rows
+from mtp.window import History, PassInputs, StepRows, Window, build_window, chunk_ends, for_other_rows
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,7 +49,7 @@ class DraftBatch(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """How the host runs a pass of some number of rows: its graph mode, the padded number, that of other ranks."""
+    """How a pass of some number of rows is run: the host's graph mode, the padded number, that of other ranks."""
 
     mode: CUDAGraphMode
     num_input_tokens: int
@@ -72,12 +73,15 @@ class Drafts:
 
     Attributes:
         num_steps: how many to make.
+        sampling_metadata: None: all requests take the likeliest token.
+        recorded: into a graph of the whole pass, which has no room for the host's graphs.
         token_ids: `[num_reqs]` int64 each.
         probs: `[num_reqs, vocab_size]` float32 each, where the rejection sampler wants distributions.
     """
 
     num_steps: int
-    sampling_metadata: SamplingMetadata
+    sampling_metadata: SamplingMetadata | None
+    recorded: bool = False
     token_ids: list[torch.Tensor] = field(default_factory=list)
     probs: list[torch.Tensor] = field(default_factory=list)
 
@@ -109,6 +113,8 @@ class MultiGroupProposer(EagleProposer):
         self.history: History | None = None
         self._batch: DraftBatch | None = None
         self._decode_query_start_loc_cpu = torch.arange(self.max_batch_size + 1, dtype=torch.int32)
+        self.graphs: PassGraphs | None = None
+        self._may_record = False
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
         if self.plan.chain_length > 1:
             self._add_history(self.plan.chain_length - 1)
@@ -161,13 +167,24 @@ class MultiGroupProposer(EagleProposer):
             self.max_num_tokens,
             self.device,
         )
+        self.graphs = None  # they hold the addresses of another KV cache
         # Names under which the host finds them.
         self.draft_attn_groups = [attn for group in self.groups.all for attn in group.attn_groups]
         self.kv_cache_gid = self.groups.primary.kv_cache_group_id
         self.block_size = self.groups.primary.block_size
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """The host's graphs know a number of rows and no module: with several modules they would replay the first."""
+        """The host's graphs know a number of rows and no module: with several modules they would replay the first.
+
+        Whole passes are recorded where the host records whole decode steps.
+        """
+        self._may_record = (
+            cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+            and not self.speculative_config.enforce_eager
+            and not self._fixed_forwards
+            and not self.uses_mrope
+            and not self.supports_mm_inputs
+        )
         super().initialize_cudagraph_keys(cudagraph_mode if self.plan.num_modules == 1 else CUDAGraphMode.NONE)
 
     def set_per_group_attn_metadata(self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -236,29 +253,51 @@ class MultiGroupProposer(EagleProposer):
         """
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
         self._last_draft_probs: torch.Tensor | None = None
-        # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
-        num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
-        drafts = Drafts(num_steps, sampling_metadata)
         cad = common_attn_metadata
         last_rows = cad.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
         if target_positions.dim() > 1 and not self.uses_mrope:
             target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
         rows = StepRows(target_token_ids, target_positions, target_hidden_states, last_rows)
         batch, self._batch = self._batch, None
-        slots = None if self.history is None else self._assign_history(batch)
-        window = build_window(rows, cad, self.history, slots)
-        hidden = self._run_chain(window, next_token_ids, batch, mm_embed_inputs, drafts)
-        if self.history is not None and slots is not None:
-            self.history.store(slots, window)
-        if num_steps > self.plan.chain_length:
-            self._slide(window, cad, hidden, drafts)
+        slots = [] if self.history is None else self._assign_history(batch)
+        if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
+            sampling_metadata = None
+        if self.graphs and sampling_metadata is None and (size := self.graphs.size_for(cad)):
+            return self.graphs.replay(size, rows, next_token_ids, slots, cad)[:, :num_speculative_tokens]
+        history_slots = None if self.history is None else async_tensor_h2d(np.array(slots), device=self.device)
+        chain_length = self.plan.chain_length
+        goes_on = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
+        # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
+        num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
+        drafts = Drafts(num_steps, sampling_metadata)
+        self._run_pass(PassInputs(rows, next_token_ids, history_slots), cad, goes_on, mm_embed_inputs, drafts)
         return self._collect(num_speculative_tokens, cad.batch_size(), drafts)
+
+    def _run_pass(
+        self,
+        inputs: PassInputs,
+        cad: CommonAttentionMetadata,
+        goes_on: tuple[np.ndarray, np.ndarray] | None,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+        drafts: Drafts,
+    ) -> None:
+        """Makes the drafts of a batch, and keeps what the next pass needs.
+
+        Args:
+            goes_on: of `chunk_ends`.
+        """
+        window = build_window(inputs.rows, cad, self.history, inputs.history_slots)
+        hidden = self._run_chain(window, inputs.next_token_ids, goes_on, mm_embed_inputs, drafts)
+        if self.history is not None and inputs.history_slots is not None:
+            self.history.store(inputs.history_slots, window)
+        if drafts.num_steps > self.plan.chain_length:
+            self._slide(window, cad, hidden, drafts)
 
     def _run_chain(
         self,
         window: Window,
         next_token_ids: torch.Tensor,
-        batch: DraftBatch | None,
+        goes_on: tuple[np.ndarray, np.ndarray] | None,
         mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
         drafts: Drafts,
     ) -> torch.Tensor:
@@ -270,10 +309,9 @@ class MultiGroupProposer(EagleProposer):
             `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
         """
         modules = range(self.plan.chain_length)
-        execution = Execution(*self._determine_batch_execution_and_padding(window.num_rows))
+        execution = self._execution(window.num_rows, drafts)
         layers = self._prepare_layers(window.cad, window.req_indices, window.seq_positions, execution, step=0)
         self._get_positions(window.num_rows)[:] = window.positions
-        goes_on = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, window.cad, len(modules))
         partial = goes_on and tuple(async_tensor_h2d(x, device=self.device) for x in goes_on)
         token_ids, hidden = window.token_ids, window.hidden_states
         for module in modules:
@@ -319,7 +357,7 @@ class MultiGroupProposer(EagleProposer):
             hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
         """
         num_reqs, modules = target_cad.batch_size(), range(self.plan.chain_length)
-        execution = Execution(*self._determine_batch_execution_and_padding(num_reqs))
+        execution = self._execution(num_reqs, drafts)
         rope_positions = window.positions[..., window.last_rows]
         req_indices = self.arange[:num_reqs]
         for step in range(len(modules), drafts.num_steps):
@@ -356,6 +394,11 @@ class MultiGroupProposer(EagleProposer):
             max_seq_len=min(cad.max_seq_len + ahead, limit),
             is_prefilling=None,
         )
+
+    def _execution(self, num_rows: int, drafts: Drafts) -> Execution:
+        if drafts.recorded:
+            return Execution(CUDAGraphMode.NONE, num_rows, None)
+        return Execution(*self._determine_batch_execution_and_padding(num_rows))
 
     def _forward(
         self, inputs: dict[str, Any], layers: Layers, num_rows: int, execution: Execution
@@ -412,15 +455,14 @@ class MultiGroupProposer(EagleProposer):
 
     # Inputs.
 
-    def _assign_history(self, batch: DraftBatch | None) -> torch.Tensor:
+    def _assign_history(self, batch: DraftBatch | None) -> list[int]:
         assert self.history is not None
         if batch is None:
             raise RuntimeError(
                 "propose was called without one of the prepare_next_token_ids methods before it, so the rows belong "
                 "to no known request."
             )
-        slots = self.history.assign(batch.input_batch.req_ids, batch.requests)
-        return async_tensor_h2d(np.array(slots), device=self.device)
+        return self.history.assign(batch.input_batch.req_ids, batch.requests)
 
     def _model_inputs(
         self,
@@ -447,11 +489,13 @@ class MultiGroupProposer(EagleProposer):
     def _sample_step(self, step: int, hidden: torch.Tensor, drafts: Drafts) -> None:
         """Adds the step's draft, by its own module's head, and its distribution where one is kept."""
         module = self.plan.module_of_step(step)
-        greedy = drafts.sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
-        if greedy and self.use_local_argmax_reduction:
+        if drafts.sampling_metadata is None and self.use_local_argmax_reduction:
             drafts.token_ids.append(self.top_tokens(hidden, module))
             return
         logits = self.model.compute_logits(hidden, **self._selection(module))
+        if drafts.sampling_metadata is None:
+            drafts.token_ids.append(logits.argmax(dim=-1))
+            return
         token_ids, probs = self._sample_from_logits(logits, drafts.sampling_metadata)
         drafts.token_ids.append(token_ids)
         if probs is not None:
@@ -482,6 +526,8 @@ class MultiGroupProposer(EagleProposer):
 
         The host calls it to profile, to warm up, to capture, and on a rank that has nothing to draft.
         """
+        if is_graph_capturing:
+            self._record_pass(num_tokens)
         chain = list(range(self.plan.chain_length))
         beyond = chain * (self.plan.num_speculative_tokens - len(chain))
         for modules in (chain[:1],) if is_graph_capturing else (chain, beyond):
@@ -500,6 +546,38 @@ class MultiGroupProposer(EagleProposer):
                     slot_mapping=slots,
                 ):
                     self.model(**self._model_inputs(module, num_tokens, num_input_tokens, None))
+
+    def _record_pass(self, num_tokens: int) -> None:
+        """Records the pass of a decode step of so many rows, while the host records the step itself.
+
+        Only a host that records whole decode steps hands over their block tables meanwhile.
+        """
+        query_len = 1 + self.plan.num_speculative_tokens
+        num_reqs, remainder = divmod(num_tokens, query_len)
+        if remainder or num_reqs > self.max_batch_size or not self._may_record or self.groups is None:
+            return
+        groups = self.groups.groups_of(range(self.plan.chain_length))
+        if any(group.block_table is None for group in groups) or not self.groups.recordable:
+            return
+        if self.graphs is None:
+            self.graphs = PassGraphs(
+                self._run_recorded,
+                groups,
+                query_len,
+                self.max_batch_size,
+                self.max_model_len,
+                0 if self.history is None else self.history.padding_slot,
+                self.hidden_size,
+                self.dtype,
+                self.device,
+            )
+        if num_reqs not in self.graphs:
+            self.graphs.capture(num_reqs)
+
+    def _run_recorded(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
+        drafts = Drafts(self.plan.num_speculative_tokens, sampling_metadata=None, recorded=True)
+        self._run_pass(inputs, cad, None, None, drafts)
+        return torch.stack(drafts.token_ids, dim=1)
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         if not self.descriptor.own_heads:

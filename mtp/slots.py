@@ -2,14 +2,21 @@
 
 The sequence position of a row, which is what the block table is indexed by, is not its rotary position: under M-RoPE
 the two differ (vLLM issue 54498). `mtp/window.py` has it from the lengths alone.
+
+On the CPU the slots are computed group by group; that version is also the reference for the kernel, which does all
+groups in one launch.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
+from vllm.triton_utils import tl, triton
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.groups import DraftGroup
+
+BLOCK_ROWS = 256
 
 
 def write_slot_mappings(
@@ -30,6 +37,19 @@ def write_slot_mappings(
     Raises:
         RuntimeError: a group has no block table for these requests.
     """
+    write = _write_in_one_launch if positions.is_cuda else write_group_by_group
+    write(groups, num_reqs, req_indices, positions, max_model_len, num_padded_tokens)
+
+
+def write_group_by_group(
+    groups: Sequence[DraftGroup],
+    num_reqs: int,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    max_model_len: int,
+    num_padded_tokens: int,
+) -> None:
+    """`write_slot_mappings` in plain PyTorch."""
     num_tokens = positions.shape[0]
     valid = (positions >= 0) & (positions < max_model_len)
     positions = positions.long()
@@ -41,3 +61,67 @@ def write_slot_mappings(
         slots = table[req_indices, block_index].long() * group.block_size + positions % group.block_size
         group.slot_mapping[:num_tokens] = torch.where(in_table, slots, PADDING_SLOT_ID)
         group.slot_mapping[num_tokens:num_padded_tokens] = PADDING_SLOT_ID
+
+
+def _write_in_one_launch(
+    groups: Sequence[DraftGroup],
+    num_reqs: int,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    max_model_len: int,
+    num_padded_tokens: int,
+) -> None:
+    tables = [group.table(num_reqs) for group in groups]
+    described = tuple(
+        (table.data_ptr(), table.stride(0), table.shape[1], group.block_size, group.slot_mapping.data_ptr())
+        for group, table in zip(groups, tables, strict=True)
+    )
+    _write_slots[len(groups), triton.cdiv(num_padded_tokens, BLOCK_ROWS)](
+        _on_device(described, positions.device),
+        req_indices,
+        positions,
+        positions.shape[0],
+        num_padded_tokens,
+        max_model_len,
+        PADDING_SLOT_ID,
+        BLOCK_ROWS,
+    )
+
+
+@functools.cache
+def _on_device(described: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """The groups' tables and buffers as `[num_groups, 5]` int64.
+
+    Kept for good, since a recorded pass reads it at every replay. The host's tables stay where they are, so there are
+    few of them.
+    """
+    return torch.tensor(described, dtype=torch.int64).to(device)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_padded_tokens", "max_model_len"])
+def _write_slots(
+    groups_ptr,
+    req_indices_ptr,
+    positions_ptr,
+    num_tokens,
+    num_padded_tokens,
+    max_model_len,
+    PADDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for each group and block of rows. It counts in 64 bits: a block times the block size overflows 32."""
+    group_ptr = groups_ptr + tl.program_id(0) * 5
+    table_ptr = tl.load(group_ptr).to(tl.pointer_type(tl.int32))
+    stride = tl.load(group_ptr + 1)
+    width = tl.load(group_ptr + 2)
+    block_size = tl.load(group_ptr + 3)
+    slots_ptr = tl.load(group_ptr + 4).to(tl.pointer_type(tl.int64))
+
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_tokens
+    positions = tl.load(positions_ptr + rows, mask=inside, other=-1).to(tl.int64)
+    reqs = tl.load(req_indices_ptr + rows, mask=inside, other=0).to(tl.int64)
+    valid = inside & (positions >= 0) & (positions < max_model_len) & (positions < width * block_size)
+    blocks = tl.load(table_ptr + reqs * stride + positions // block_size, mask=valid, other=0).to(tl.int64)
+    slots = tl.where(valid, blocks * block_size + positions % block_size, PADDING)
+    tl.store(slots_ptr + rows, slots, mask=rows < num_padded_tokens)

@@ -1,21 +1,23 @@
 """The rows of a drafting pass, and the history that repairs what rejections left behind.
 
 Row p of a request sits at sequence position p and holds token t_p and the target's hidden state there. Module i
-consumes t_{p+1+i} at row p, so the last rows of one pass were computed from drafts: module i's row p is final only
-once t_{p+1+i} is verified. The next pass therefore begins up to M - 1 rows earlier, with rows that the target does not
-run again:
+consumes t_{p+1+i} at row p, so the last M - 1 rows of one pass were computed from drafts: module i's row p is final
+only once t_{p+1+i} is verified. If a drafts are then accepted, the first a of those rows were computed from the right
+tokens and the last M - 1 - a are stale. A window that ends at the last valid row L and has M rows or more holds them
+all, and the rows that rejections take away from a step are as many as it needs:
 
     positions   n-2  n-1 | n  n+1  n+2  n+3        n: first position that the target ran in this step
                 history  | this step's rows         L: last valid row, here n+1 after two rejections
-                                 L                  rows past L are padding: slot -1, outputs unused
+                [-------------L]                    the window: as many rows as the step ran, at least M
 
-How many rows a request has is known to the host; where they lie, and which are valid, only to the device. A request
-that is shorter than its history begins at position 0 and has the padding at its end, so no row precedes the sequence.
+How many rows a request has is known to the host; where they lie, only to the device. A row that the history doesn't
+have is padding: its slot is -1 and its outputs are unused. A request that is shorter than its window begins at position
+0 and has the padding at its end, so no row precedes the sequence.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +41,19 @@ class StepRows:
     positions: torch.Tensor
     hidden_states: torch.Tensor
     last_rows: torch.Tensor
+
+
+class PassInputs(NamedTuple):
+    """What a pass reads of a step, beside its attention metadata.
+
+    Attributes:
+        next_token_ids: `[num_reqs]` integer, the token after each request's last valid row.
+        history_slots: `[num_reqs]` int64; None for a single module, which has nothing to repair.
+    """
+
+    rows: StepRows
+    next_token_ids: torch.Tensor
+    history_slots: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,7 @@ class History:
 
     Attributes:
         depth: rows kept per request, modules - 1.
+        padding_slot: belongs to no request.
     """
 
     def __init__(
@@ -91,12 +107,14 @@ class History:
         device: torch.device,
     ) -> None:
         self.depth = depth
+        self.padding_slot = num_slots
+        self._free = list(range(num_slots))[::-1]
+        num_slots += 1
         self.token_ids = torch.zeros(num_slots, depth, dtype=torch.int32, device=device)
         self.positions = torch.zeros(*rope_dims, num_slots, depth, dtype=torch.int64, device=device)
         self.hidden_states = torch.zeros(num_slots, depth, hidden_size, dtype=dtype, device=device)
         self.ends = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.valid = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._free = list(range(num_slots))[::-1]
         # The state, not the id, is the request: an id may come again. The order is that of last use.
         self._slots: dict[str, tuple[CachedRequestState, int]] = {}
 
@@ -185,11 +203,9 @@ def build_window(
         history, slots: None for a single module, which has nothing to repair.
     """
     query_lens_cpu = cad.query_start_loc_cpu.diff()
-    if history is None:
-        window_lens_cpu = query_lens_cpu
-        query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
-    else:
-        window_lens_cpu = query_lens_cpu + _history_depths(cad, query_lens_cpu, history.depth)
+    window_lens_cpu = query_lens_cpu if history is None else _window_lens(cad, query_lens_cpu, history.depth + 1)
+    query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
+    if not torch.equal(window_lens_cpu, query_lens_cpu):
         query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
         torch.cumsum(window_lens_cpu, 0, out=query_start_loc_cpu[1:])
         query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
@@ -201,8 +217,9 @@ def build_window(
     window_starts = query_start_loc[:-1].long()
     window_lens = query_start_loc[1:] - query_start_loc[:-1]
     first_positions = cad.seq_lens.long() - step_lens  # where the target's rows begin
-    starts = (first_positions - (window_lens - step_lens)).clamp(min=0)  # where the window does
     last_positions = first_positions + rows.last_rows - step_starts
+    # Where the window begins. A single module has no stale rows, and keeps the step's.
+    starts = first_positions if history is None else (last_positions - window_lens + 1).clamp(min=0)
 
     row_indices = torch.arange(num_rows, device=device)
     req_indices = torch.searchsorted(query_start_loc[1:].long(), row_indices, right=True)
@@ -244,7 +261,8 @@ def build_window(
         token_ids=token_ids,
         positions=positions,
         hidden_states=hidden_states,
-        last_rows=window_starts + last_positions - starts,
+        # A request that is padding ends before it begins, and must not reach into the rows of the one before it.
+        last_rows=torch.maximum(window_starts + last_positions - starts, window_starts),
         last_positions=last_positions,
     )
 
@@ -262,12 +280,13 @@ def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttent
     )
 
 
-def _history_depths(cad: CommonAttentionMetadata, query_lens_cpu: torch.Tensor, depth: int) -> torch.Tensor:
-    """How many history rows each request's window has room for.
+def _window_lens(cad: CommonAttentionMetadata, query_lens_cpu: torch.Tensor, at_least: int) -> torch.Tensor:
+    """Rows of each request's window: as many as the step ran, and `at_least` where the sequence has them.
 
-    The bound is exact where a request prefills, so a prompt's first chunk gets none; where it decodes it may be too
-    high, and `build_window` moves the window's start on the device.
+    The bound is exact where a request prefills, so a short prompt gets no padding; where it decodes it may be too
+    high, and `build_window` puts the padding at the end.
     """
-    if cad.seq_lens_cpu_upper_bound is None:
-        return torch.full_like(query_lens_cpu, depth)
-    return (cad.seq_lens_cpu_upper_bound - query_lens_cpu).clamp(0, depth).to(query_lens_cpu.dtype)
+    upper = cad.seq_lens_cpu_upper_bound
+    if upper is None:
+        return query_lens_cpu.clamp(min=at_least)
+    return torch.maximum(query_lens_cpu, upper[: len(query_lens_cpu)].clamp(max=at_least).to(query_lens_cpu.dtype))

@@ -4,8 +4,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.engine import ENVIRONMENT
+
+# These need a GPU and its machine's vLLM: `python -m pytest tests/gpu` there.
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 # Also for tests in this process; whatever the developer's shell has set must not decide what is tested.
 os.environ.update(ENVIRONMENT | {"MTP_PROPOSERS": "on"})

@@ -83,8 +83,9 @@ def check_window(window: Window, stories: list[Story], lens: list[int], depth: i
         last = story.computed + length - 1 - story.rejected
         rows = range(starts[request], starts[request + 1])
         written = {int(window.seq_positions[row]): row for row in rows if window.seq_positions[row] >= 0}
-        # A prefix hit may end where the history still has rows from before: they are right, and more than is asked for.
-        asked = range(max(story.computed - depth, story.known_from), last + 1)
+        # A row before these was final after the last pass, whatever was rejected; more than is asked for may come where
+        # a step has rows to spare, or a prefix hit ends where the history still has rows from before.
+        asked = range(max(min(story.computed, last - depth), story.known_from), last + 1)
         assert set(asked) <= written.keys() <= set(range(story.computed - depth, last + 1))
         for position, row in written.items():
             assert int(window.req_indices[row]) == request
@@ -95,6 +96,7 @@ def check_window(window: Window, stories: list[Story], lens: list[int], depth: i
         assert int(window.last_positions[request]) == last
         # The attention backend takes the rows for the last ones of a sequence of `seq_lens` tokens.
         assert int(window.cad.seq_lens[request]) - len(rows) + (written[last] - rows[0]) == last
+        assert len(rows) <= max(lens[request], depth + 1)
     assert window.cad.num_actual_tokens == window.num_rows == starts[-1]
     assert window.cad.max_query_len == max(b - a for a, b in itertools.pairwise(starts))
     assert window.cad.max_seq_len >= int(window.cad.seq_lens.max())

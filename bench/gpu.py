@@ -1,0 +1,171 @@
+"""Step time, throughput and GPU time of every drafter on a Step-3.5 shape with dummy weights, on CUDA."""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.compare import run_mode
+from bench.environment import describe_environment
+from bench.gpu_worker import MODES
+
+SCHEMA = "vllm-mtp-proposers/gpu/1"
+VOCAB_SIZE = 32768
+NUM_MODULES = 3
+SLIDING_WINDOW = 512
+NUM_EXPERTS = 32
+TOP_K = 8
+KV_HEADS = 8
+HEAD_DIM = 128
+
+
+def make_config(num_layers: int) -> dict[str, Any]:
+    """A Step-3.5 of so many layers and three modules: every fourth has full attention, all past the third experts."""
+    total = num_layers + NUM_MODULES
+    full = [i % 4 == 0 for i in range(total)]
+    heads = {"num_attention_groups": KV_HEADS, "head_dim": HEAD_DIM}
+    return {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "dtype": "bfloat16",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 4096,
+        "intermediate_size": 11264,
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": NUM_MODULES,
+        "num_attention_heads": 64,
+        "num_key_value_heads": KV_HEADS,
+        **heads,
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96, **heads},
+        "layer_types": ["full_attention" if is_full else "sliding_attention" for is_full in full],
+        "rope_theta": [5e6 if is_full else 1e4 for is_full in full],
+        "partial_rotary_factors": [0.5 if is_full else 1.0 for is_full in full],
+        "sliding_window": SLIDING_WINDOW,
+        "max_position_embeddings": 65536,
+        "max_seq_len": 65536,
+        "rms_norm_eps": 1e-5,
+        "use_head_wise_attn_gate": True,
+        "use_moe": True,
+        "moe_layers_enum": ",".join(map(str, range(3, num_layers))),
+        "moe_num_experts": NUM_EXPERTS,
+        "moe_top_k": TOP_K,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": 3.0,
+        "norm_expert_weight": True,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--layers", type=int, default=8, help="of the target")
+    parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--batch", default="1,8,32,64", help="batch sizes, separated by commas")
+    parser.add_argument("--prompt-tokens", default="256,4096", help="prompt lengths, separated by commas")
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--runs", type=int, default=3, help="repetitions after the warm-up")
+    parser.add_argument(
+        "--acceptance-rates", default="0.8,0.6,0.45", help="synthetic, by position, so that step times compare"
+    )
+    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
+    parser.add_argument("--speculative-config", type=json.loads, default={}, help="further entries, as a JSON object")
+    parser.add_argument("--json", type=Path, help="file for the result; modes that it has already are not run again")
+
+
+def run(args: argparse.Namespace) -> int:
+    modes = args.modes.split(",")
+    if unknown := set(modes) - set(MODES):
+        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(MODES)}.")
+    config = make_config(args.layers)
+    settings = {
+        "layers": args.layers,
+        "k": args.k,
+        "batches": [int(x) for x in args.batch.split(",")],
+        "prompt_tokens": [int(x) for x in args.prompt_tokens.split(",")],
+        "output_tokens": args.output_tokens,
+        "runs": args.runs,
+        "acceptance_rates": [float(x) for x in args.acceptance_rates.split(",")],
+        "engine": args.engine,
+        "speculative_config": args.speculative_config,
+        "vocab_size": config["vocab_size"],
+    }
+    result: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "config": config, "modes": {}}
+    if args.json and args.json.exists():
+        known = json.loads(args.json.read_text())
+        if known["settings"] != settings:
+            raise ValueError(f"{args.json} holds results of other settings: name another file, or remove it.")
+        result["modes"] = known["modes"]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        for mode in modes:
+            if mode in result["modes"]:
+                continue
+            raw = run_mode({**settings, "model": folder, "mode": mode}, "bench.gpu_worker")
+            result["modes"][mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(format_table(result))
+    return 0
+
+
+def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Adds what the bytes of a step would take: the weights that it touches and its KV cache, each read once."""
+    speculates = raw["proposer"] is not None
+    rows = 1 + settings["k"] if speculates else 1
+    layers = config["layer_types"][: None if speculates else config["num_hidden_layers"]]
+    for length, figures in raw["prompts"].items():
+        tokens = int(length) + settings["output_tokens"] // 2
+        cached = sum(min(tokens, SLIDING_WINDOW) if kind == "sliding_attention" else tokens for kind in layers)
+        kv_bytes = cached * 2 * KV_HEADS * HEAD_DIM * 2
+        figures["floor_ms"] = {}
+        figures["step_over_floor"] = {}
+        for batch in map(str, settings["batches"]):
+            touched = 1 - (1 - TOP_K / NUM_EXPERTS) ** (rows * int(batch))
+            weights = raw["weight_bytes"]["dense"] + touched * raw["weight_bytes"]["experts"]
+            floor = (weights + int(batch) * kv_bytes) / raw["copy_bytes_per_s"] * 1e3
+            figures["floor_ms"][batch] = round(floor, 4)
+            figures["step_over_floor"][batch] = round(figures["step_ms"][batch]["median"] / floor, 3)
+    return raw
+
+
+FIGURES = {  # name, and whether it is a median with quartiles
+    "step_ms": True,
+    "decode_tokens_per_s": True,
+    "output_tokens_per_s": True,
+    "propose_host_ms": True,
+    "gpu_busy_ms": False,
+    "kernels_per_step": False,
+    "ttft_ms": True,
+    "acceptance_length": False,
+    "step_over_floor": False,
+}
+
+
+def format_table(result: dict[str, Any]) -> str:
+    modes = result["modes"]
+    lines = []
+    for length in map(str, result["settings"]["prompt_tokens"]):
+        lines += ["", f"prompt {length}", "| | batch | " + " | ".join(modes) + " |", "| --- " * (len(modes) + 2) + "|"]
+        for name, spread in FIGURES.items():
+            for batch in map(str, result["settings"]["batches"]):
+                cells = (entry["prompts"][length].get(name, {}).get(batch) for entry in modes.values())
+                shown = [_show(cell, spread) for cell in cells]
+                if any(cell != "-" for cell in shown):
+                    lines.append(f"| {name} | {batch} | " + " | ".join(shown) + " |")
+    memory = ", ".join(f"{mode} {entry['graph_memory_bytes'] / 2**20:.0f} MiB" for mode, entry in modes.items())
+    proposers = ", ".join(f"{mode} {entry['proposer']} on {entry['runner']}" for mode, entry in modes.items())
+    return "\n".join([*lines, "", f"graph memory: {memory}", f"drafters: {proposers}"])
+
+
+def _show(cell: Any, spread: bool) -> str:
+    if cell is None or (spread and cell["median"] != cell["median"]):
+        return "-"
+    return f"{cell['median']:.2f} [{cell['q1']:.2f}, {cell['q3']:.2f}]" if spread else f"{cell:.2f}"
