@@ -117,7 +117,7 @@ def run_python(code: str, **variables: str) -> str:
     Raises:
         ChildFailedError: it failed.
     """
-    child = run_command([sys.executable, "-c", code], **variables)
+    child = run_command([sys.executable, "-c", code], TIME_LIMIT_S, **variables)
     printed = child.stderr + child.stdout
     if child.returncode != 0:
         raise ChildFailedError(f"python -c exited with {child.returncode}:\n{printed}")

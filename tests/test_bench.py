@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench import cost
 from bench.compare import SCHEMA
 from bench.corpus import is_held_out, read_sources
 from tests.engine import TINY, run_command
@@ -78,6 +79,50 @@ def test_drafts_past_the_modules_are_what_the_reference_makes_too(tmp_path: Path
     ours = json.loads(record.read_text())["modes"]["ours"]
     assert ours["acceptance_vs_reference"] == 1.0
     assert len(ours["acceptance_per_position"]) == 6
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """The record of one draft, what was printed, and the plot."""
+    folder = tmp_path_factory.mktemp("cost")
+    record, plot = folder / "cost.json", folder / "cost.svg"
+    small = ["--batch", "1,2", "--prompt-rows", "40", "--prompt-tokens", "8", "--output-tokens", "12", "--runs", "1"]
+    draft = ["--modules", "2", "--groups", "2", "--k", "4"]
+    done = bench("cost", *draft, *small, "--json", str(record), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(record.read_text()), done.stdout, plot
+
+
+def test_a_cost_says_what_was_run_beside_how_long_it_took(costs: tuple[dict[str, Any], str, Path]) -> None:
+    record, _, plot = costs
+    assert record["schema"] == cost.SCHEMA
+    assert record["proposer"] == "proposers.step3p5.Step3p5Proposer"
+    points = {(point["kind"], point["batch"]): point for point in record["points"]}
+    assert points.keys() == {("decode", 1), ("decode", 2), ("prompt", 1)}
+    for point in points.values():
+        assert (point["modules"], point["groups"], point["k"]) == (2, 2, 4)
+        # The chain's two, and two turns of it for the two drafts beyond.
+        assert point["forwards"] == 2 + 2 * 2
+        assert 0 < point["ms"]["q1"] <= point["ms"]["median"] <= point["ms"]["q3"]
+        assert point["passes"] > 1
+    assert points["decode", 2]["rows"] == 2 * points["decode", 1]["rows"] >= 2 * 5
+    assert points["prompt", 1]["rows"] == 40
+    assert b"<svg" in plot.read_bytes()[:2000]
+
+
+def test_costs_are_printed_as_tables_of_markdown(costs: tuple[dict[str, Any], str, Path]) -> None:
+    decode, prompt = (table.splitlines() for table in costs[1].strip().split("\n\n"))
+    heads = "| modules | groups | K | forwards | rows a request | ms, batch 1 | ms, batch 2 |"
+    assert decode[0] == heads
+    assert prompt[0] == "| modules | groups | K | forwards | ms, 40 rows |"
+    assert [len({line.count("|") for line in table}) for table in (decode, prompt)] == [1, 1]
+    assert decode[2].startswith("| 2 | 2 | 4 | 6 | ")
+
+
+def test_a_draft_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    done = bench("cost", "--modules", "2", "--groups", "3")
+    assert done.returncode != 0
+    assert "There is no draft of [2] modules in [3] groups" in done.stderr
 
 
 def test_a_mode_that_does_not_exist_is_refused_before_anything_starts() -> None:

@@ -1,0 +1,204 @@
+"""What a drafting pass costs: its time against batch, number of drafts, KV cache groups, modules and prompt rows."""
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.compare import run_mode
+from bench.environment import describe_environment
+
+SCHEMA = "vllm-mtp-proposers/cost/1"
+
+# By modules and KV cache groups of the draft, the attention of the target's layers and of the modules (F: full, S:
+# sliding). vLLM puts layers of one kind into groups of one size, so the target's layers have a say in it.
+LAYERS = {
+    (1, 1): ("FFFFFF", "F"),
+    (2, 1): ("FFFFFF", "FF"),
+    (2, 2): ("FSSFSS", "FS"),
+    (3, 1): ("FFFFFF", "FFF"),
+    (3, 2): ("FSSFSS", "FFS"),
+    (3, 3): ("FSSFSS", "FSS"),
+}
+# Every module makes one draft; and in these, fewer and more.
+MORE_DRAFTS = {(1, 1): (2, 3), (3, 3): (1, 2, 6)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    numbers: Callable[[str], list[int]] = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("--modules", type=numbers, default=[1, 2, 3], help="numbers of modules, of 1 to 3")
+    parser.add_argument("--groups", type=numbers, default=[1, 2, 3], help="numbers of KV cache groups, up to modules")
+    parser.add_argument("--k", type=numbers, help="num_speculative_tokens (default: as many as modules, and some more)")
+    parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="batch sizes")
+    parser.add_argument("--prompt-rows", type=numbers, default=[32, 128, 512], help="prompts of a pass of their own")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="prompts of the batches")
+    parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--runs", type=int, default=3, help="repetitions after the warm-up")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--engine", type=json.loads, default={"enforce_eager": True}, help="engine arguments, as a JSON object"
+    )
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--plot", type=Path, help="SVG or PNG file for the curves")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("--plot needs matplotlib: pip install '.[bench]', or leave the plot out.")
+    result = measure(args)
+    print(format_tables(result))
+    for path in filter(None, (args.json, args.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        draw(result["points"], args.plot)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs every draft in a process of its own and returns the record that `--json` writes.
+
+    Raises:
+        ValueError: nothing is left to measure.
+        RuntimeError: a process failed, or the engine made other KV cache groups than those asked for.
+    """
+    from tools.tiny_model import TinyConfig
+
+    drafts = list(choose_drafts(args))
+    if not drafts:
+        raise ValueError(
+            f"There is no draft of {args.modules} modules in {args.groups} groups with K of {args.k}: modules and "
+            f"groups are {', '.join(map(str, LAYERS))}, and K is a multiple of the modules, or less than them."
+        )
+    # Both kinds of layer have equally many heads, so that groups are all that differs.
+    base = TinyConfig(num_sliding_heads=TinyConfig.num_full_heads)
+    settings = {
+        "batches": args.batch,
+        "prompt_rows": args.prompt_rows,
+        "prompt_tokens": args.prompt_tokens,
+        "output_tokens": args.output_tokens,
+        "runs": args.runs,
+        "dtype": args.dtype,
+        "engine": args.engine,
+        "vocab_size": base.vocab_size,
+    }
+    points = []
+    for modules, groups, k in drafts:
+        target_layers, module_layers = LAYERS[modules, groups]
+        config = replace(base, target_layers=target_layers, module_layers=module_layers).to_hf()
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(config))
+            name = f"{modules} modules, {groups} groups, K = {k}"
+            raw = run_mode({**settings, "model": folder, "k": k, "mode": name}, "bench.cost_worker")
+        if raw["groups"] != groups:
+            raise RuntimeError(
+                f"The draft of {modules} modules has {raw['groups']} KV cache groups and was to have {groups}: this "
+                "vLLM groups layers in another way, so LAYERS must be written anew."
+            )
+        points += [{"modules": modules, "groups": groups, "k": k, **point} for point in raw["points"]]
+    return {
+        "schema": SCHEMA,
+        "environment": describe_environment(),
+        "settings": settings | {"model": asdict(base)},
+        "proposer": raw["proposer"],
+        "points": points,
+    }
+
+
+def choose_drafts(args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
+    """Modules, groups and K of each engine."""
+    for modules, groups in LAYERS:
+        if modules in args.modules and groups in args.groups:
+            usual = (modules, *MORE_DRAFTS.get((modules, groups), ()))
+            possible = (k for k in args.k or () if k <= modules or k % modules == 0)
+            yield from ((modules, groups, k) for k in sorted(usual if args.k is None else possible))
+
+
+def format_tables(result: dict[str, Any]) -> str:
+    """Two tables in Markdown: decode passes by batch, and passes over a prompt by its rows; medians and quartiles."""
+    return "\n\n".join(
+        _format_table(result["points"], kind, size, label)
+        for kind, size, label in (("decode", "batch", "batch {}"), ("prompt", "rows", "{} rows"))
+        if any(point["kind"] == kind for point in result["points"])
+    )
+
+
+def _format_table(points: list[dict[str, Any]], kind: str, size: str, label: str) -> str:
+    points = [point for point in points if point["kind"] == kind]
+    sizes = sorted({point[size] for point in points})
+    heads = ["modules", "groups", "K", "forwards", *(["rows a request"] if kind == "decode" else [])]
+    lines = ["| " + " | ".join([*heads, *(f"ms, {label.format(n)}" for n in sizes)]) + " |"]
+    lines.append("|" + "---|" * (len(heads) + len(sizes)))
+    for draft in sorted({(point["modules"], point["groups"], point["k"]) for point in points}):
+        of_draft = {point[size]: point for point in points if (point["modules"], point["groups"], point["k"]) == draft}
+        some = next(iter(of_draft.values()))
+        cells = [*map(str, draft), str(some["forwards"])]
+        cells += [f"{some['rows'] / some['batch']:g}"] if kind == "decode" else []
+        cells += [
+            "{median:.2f} [{q1:.2f}, {q3:.2f}]".format(**of_draft[n]["ms"]) if n in of_draft else "-" for n in sizes
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Pass time against batch by modules, by groups and by drafts, and against the rows of a prompt."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    most = max((point["modules"], point["groups"]) for point in points)
+    usual = [point for point in points if point["k"] == point["modules"]]
+    panels = (
+        ("Modules, in one group", "decode", "batch", "modules", [p for p in usual if p["groups"] == 1]),
+        (
+            f"KV cache groups of {most[0]} modules",
+            "decode",
+            "batch",
+            "groups",
+            [p for p in usual if p["modules"] == most[0]],
+        ),
+        (
+            f"Drafts a step, {most[0]} modules",
+            "decode",
+            "batch",
+            "k",
+            [p for p in points if (p["modules"], p["groups"]) == most],
+        ),
+        ("A prompt, in one group", "prompt", "rows", "modules", [p for p in usual if p["groups"] == 1]),
+    )
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    for panel, (title, kind, size, curve, chosen) in zip(axes.flat, panels, strict=True):
+        chosen = [point for point in chosen if point["kind"] == kind]
+        for value in sorted({point[curve] for point in chosen}):
+            of_curve = sorted((p for p in chosen if p[curve] == value), key=lambda point: point[size])
+            sizes = [point[size] for point in of_curve]
+            low, middle, high = ([point["ms"][name] for point in of_curve] for name in ("q1", "median", "q3"))
+            label = f"K = {value}" if curve == "k" else f"{value} {curve if value > 1 else curve[:-1]}"
+            (line,) = panel.plot(sizes, middle, marker="o", label=label)
+            panel.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        panel.set(title=title, xlabel=size, ylabel="ms a pass", ylim=(0, None), xscale="log")
+        ticks = sorted({point[size] for point in chosen})
+        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        panel.set_xticks([], minor=True)
+        panel.spines[["top", "right"]].set_visible(False)
+        if chosen:
+            panel.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.cost", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
