@@ -26,7 +26,7 @@ LAYERS = {
     (3, 3): ("FSSFSS", "FSS"),
 }
 # Every module makes one draft; and in these, fewer and more.
-MORE_DRAFTS = {(1, 1): (2, 3), (3, 3): (1, 2, 6)}
+MORE_DRAFTS = {(1, 1): (3,), (3, 3): (1, 2, 6)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
