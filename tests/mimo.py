@@ -1,7 +1,7 @@
 """A MiMo checkpoint of two layers and one MTP layer, with weights under which drafts are often right.
 
 The target's layers add little to the residual stream, so a token nearly decides the next one; the MTP layer passes the
-embedding of the token it is given through the same head, so it nearly knows it.
+embedding of the token it is given through the same head, and adds some of what else it is given, so it often knows it.
 """
 
 import json
@@ -34,7 +34,7 @@ CONFIG = {
 }
 
 
-def write_checkpoint(folder: Path) -> str:
+def write_checkpoint(folder: Path, vocab_size: int = VOCAB) -> str:
     """Writes the checkpoint and returns its path."""
     generator = torch.Generator().manual_seed(0)
 
@@ -60,18 +60,19 @@ def write_checkpoint(folder: Path) -> str:
         return tensors
 
     weights = {
-        "model.embed_tokens.weight": noise(VOCAB, HIDDEN, scale=1.0),
+        "model.embed_tokens.weight": noise(vocab_size, HIDDEN, scale=1.0),
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": noise(VOCAB, HIDDEN, scale=1.0),
+        "lm_head.weight": noise(vocab_size, HIDDEN, scale=1.0),
     }
     for layer in range(LAYERS):
         weights |= block(f"model.layers.{layer}", 0.09)
     module = "model.mtp_layers.0"
-    weights |= block(module, 0.04)
-    weights[f"{module}.input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], dim=1)
+    weights |= block(module, 0.09)
+    hidden, embedding = noise(HIDDEN, HIDDEN, scale=0.04), torch.eye(HIDDEN)
+    weights[f"{module}.input_proj.weight"] = torch.cat([hidden, embedding], dim=1)
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        weights[f"{module}.{name}.weight"] = torch.ones(HIDDEN)
+        weights[f"{module}.{name}.weight"] = 1.0 + noise(HIDDEN, scale=0.1)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size}))
     save_file(weights, folder / "model.safetensors")
     return str(folder)

@@ -119,7 +119,29 @@ def samples(llm: LLM, count: int, temperature: float) -> dict[str, Any]:
         SamplingParams(temperature=temperature, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)
     ]
     tokens = [list(o.outputs[0].token_ids) for o in generate(llm, [prompt] * count, params)]
-    return {"tokens": tokens, **state(llm)}
+    return {"tokens": tokens, "by seed": by_seed(llm, prompt, temperature), **state(llm)}
+
+
+def by_seed(llm: LLM, prompt: list[int], temperature: float, count: int = 24) -> dict[str, list[list[int]]]:
+    """Longer generations under equal and other seeds: those of requests, and the one that is the process's."""
+
+    def draw(seeds: list[int | None]) -> list[list[int]]:
+        params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True) for seed in seeds]
+        return [list(o.outputs[0].token_ids) for o in generate(llm, [prompt] * len(seeds), params)]
+
+    def draw_after(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        return draw([None] * count)
+
+    seeds: list[int | None] = list(range(count))
+    return {
+        "requests": draw(seeds),
+        # Others are beside each of them, and each is at another place in the batch.
+        "requests, reversed": draw([*seeds, *range(100, 110)][::-1])[::-1][:count],
+        "process": draw_after(5),
+        "process again": draw_after(5),
+        "process, otherwise": draw_after(6),
+    }
 
 
 def random_prompts(llm: LLM, vocab_size: int) -> dict[str, Any]:

@@ -161,17 +161,38 @@ def prefixes(value: dict[str, Any], length: int) -> list[tuple[int, ...]]:
     return [tuple(tokens[:length]) for tokens in value["tokens"]]
 
 
+def sampled(method: str) -> dict[str, Any]:
+    engine = {**SAMPLING, **mtp(3, draft_sample_method=method)}
+    value: dict[str, Any] = run(scenarios.samples, engine, count=SAMPLES, temperature=0.8).value
+    return value
+
+
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_sampled_tokens_follow_the_distribution_of_no_speculation(method: str) -> None:
-    arguments = {"count": SAMPLES, "temperature": 0.8}
-    drafted = run(scenarios.samples, {**SAMPLING, **mtp(3, draft_sample_method=method)}, **arguments).value
-    without = plain(scenarios.samples, SAMPLING, **arguments)
+    drafted = sampled(method)
+    without = plain(scenarios.samples, SAMPLING, count=SAMPLES, temperature=0.8)
     assert drafted["metrics"]["spec_decode_num_accepted_tokens"] > 0
     for length in (1, 2, 3, 4):
         left, right = prefixes(drafted, length), prefixes(without, length)
         statistic, degrees = chi_square(left, right)
         assert degrees >= 4, f"too few different beginnings of {length} tokens to compare"
         assert statistic <= chi_square_bound(degrees), f"{length} tokens: {statistic:.1f} with {degrees} degrees"
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_the_same_seed_of_the_process_gives_the_same_tokens(method: str) -> None:
+    drawn = sampled(method)["by seed"]
+    assert drawn["process"] == drawn["process again"]
+    assert drawn["process"] != drawn["process, otherwise"]
+    assert len(set(map(tuple, drawn["process"]))) > 1
+
+
+def test_the_same_seed_of_a_request_gives_the_same_tokens_whatever_runs_beside_it() -> None:
+    # With greedy drafts. The host samples probabilistic ones from the process's generator, not from the request's
+    # (vLLM's `compute_probs_and_sample_next_token` has a note that it should).
+    drawn = sampled("greedy")["by seed"]
+    assert drawn["requests"] == drawn["requests, reversed"]
+    assert len(set(map(tuple, drawn["requests"]))) > 1
 
 
 def test_the_distribution_check_sees_another_temperature() -> None:

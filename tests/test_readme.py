@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine import ROOT, run_command
-from tests.test_server import free_port, serving
+from tests.ports import free_port
+from tests.test_server import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 README = (ROOT / "README.md").read_text()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import openai
 import pytest
 
 from tests.engine import ROOT, TINY, child_environment
+from tests.ports import free_port
 
 START_S, STOP_S = 180, 60
 PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n    "
@@ -53,12 +53,6 @@ class Server:
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 found += map(int, children.read_text().split())
         return found
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def tiny_server() -> list[str]:

@@ -50,10 +50,12 @@ class ModuleCache:
     Attributes:
         module: its number.
         group: the KV cache group its layer lies in.
+        heads: the key and value heads that this tensor-parallel rank has of it.
         window: rows further than that behind a query are no longer the request's; None: all are.
     """
 
-    def __init__(self, module: int, group: int, layer: Any, block_size: int) -> None:
+    def __init__(self, module: int, group: int, layer: Any, block_size: int, rank: int) -> None:
+        self.heads = slice(rank * layer.num_kv_heads, (rank + 1) * layer.num_kv_heads)
         self.module, self.group, self.block_size = module, group, block_size
         window = getattr(layer.impl, "sliding_window", -1)
         self.window: int | None = window if window and window > 0 else None
@@ -87,6 +89,7 @@ def module_caches(runner: Any) -> list[ModuleCache]:
         RuntimeError: a draft layer is in no group.
     """
     # Here and not above: what the engine reads from the environment must be set before vLLM is first imported.
+    from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.models.utils import extract_layer_index
 
     groups = runner.kv_cache_config.kv_cache_groups
@@ -97,5 +100,6 @@ def module_caches(runner: Any) -> list[ModuleCache]:
         where = [index for index, group in enumerate(groups) if name in group.layer_names]
         if len(where) != 1:
             raise RuntimeError(f"The draft layer {name} is in the KV cache groups {where}, and must be in one.")
-        caches.append(ModuleCache(module, where[0], layers[name], groups[where[0]].kv_cache_spec.block_size))
+        block_size = groups[where[0]].kv_cache_spec.block_size
+        caches.append(ModuleCache(module, where[0], layers[name], block_size, get_tensor_model_parallel_rank()))
     return caches

@@ -14,6 +14,7 @@ from typing import Any
 from tests.engine import TINY
 from tests.oracle.dense import DenseModel
 from tests.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
+from tests.oracle.ranks import run_on_ranks
 from tests.oracle.record import Record
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup
 from tests.oracle.watch import Watcher
@@ -27,6 +28,11 @@ def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
     return run_schedules(MODEL, count, seed, setups=chosen, progress=True).to_json()
 
 
+def each_setup(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
+    """By name of an engine, the record of so many schedules on it."""
+    return {name: schedules(count, seed, [name]) for name in setups}
+
+
 def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
     """By name of a fault, the record of one schedule on the engine that `setups` names for it."""
     from tests.oracle.faults import FAULTS
@@ -35,6 +41,25 @@ def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
         fault: run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault]).to_json()
         for fault, name in setups.items()
     }
+
+
+def on_rank(
+    model: str, count: int, seed: int, setup: str, modules: int | None, faults: list[str]
+) -> list[dict[str, Any]]:
+    """One rank's records of a setup that has several, one for each fault that is planted there."""
+    from tests.oracle.faults import FAULTS
+
+    return [
+        run_schedules(
+            Path(model), count, seed, modules=modules, setups=[_setup(setup)], plant=FAULTS[fault], progress=True
+        ).to_json()
+        for fault in faults
+    ]
+
+
+def ranked_faults(seed: int, setup: str, faults: list[list[str]]) -> list[list[dict[str, Any]]]:
+    """Of every rank, its records of one schedule, one for each fault that is planted there."""
+    return run_on_ranks(MODEL, 1, seed, _setup(setup), faults=faults)
 
 
 def shared_block() -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Step-3.5 and its MTP modules in plain float32 torch, written from the architecture's definition.
+"""Decoder models and their MTP modules in plain float32 torch, written from the architectures' definitions.
 
 There are no pages, slots or batches here: one sequence at a time, its keys and values as long as it is. A row is
 computed once and kept until one of the tokens it depends on changes, so that following a request costs little;
 `Reference.forget` has everything computed anew, and the result must not depend on it.
 
-Row p of module i takes the hidden state of module i - 1 at row p (for i = 0 the target's, before its final norm) and
-the embedding of token p + 1 + i, attends to the rows up to p of its own layer, and predicts token p + 2 + i.
+Row p of module i takes the hidden state of module i - 1 at row p (for i = 0, and for every module of a model whose
+hidden states don't flow, the target's) and the embedding of token p + 1 + i, attends to the rows up to p of its own
+layer, and predicts token p + 2 + i.
+
+`DenseModel` is Step-3.5; `tests/oracle/mimo.py` has MiMo. What the two share is here.
 """
 
 import json
@@ -76,9 +79,9 @@ def attention_of(config: dict[str, Any], layer: int) -> Attention:
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scales the last dimension to a root mean square of one, then by `1 + weight`."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1.0 + weight)
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Scales the last dimension to a root mean square of one, then by `gain`."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
 def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
@@ -132,39 +135,36 @@ class Rows:
 
 
 class Layer:
-    """One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
+    """One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 
-    def __init__(self, config: dict[str, Any], layer: int, weights: dict[str, Tensor]) -> None:
-        self.attention = attention_of(config, layer)
-        self.eps = config["rms_norm_eps"]
-        self.weights = weights
+    Its weights say what else it has: biases, norms of the query's and the key's heads, experts, a norm at its end.
+    """
+
+    def __init__(self, attention: Attention, eps: float, weights: dict[str, Tensor], routing: Routing) -> None:
+        self.attention, self.eps, self.weights, self.routing = attention, eps, weights, routing
         self.is_moe = "moe.gate.weight" in weights
-        self.routing = Routing(
-            config.get("moe_top_k", 1),
-            config.get("moe_router_activation", "sigmoid"),
-            bool(config.get("norm_expert_weight", True)),
-            float(config.get("moe_router_scaling_factor", 1.0)),
-        )
-        limits = [config.get(key) for key in ("swiglu_limits", "swiglu_limits_shared")]
-        if any(limit and limit[layer] for limit in limits):
-            raise NotImplementedError(f"Layer {layer} clamps its activation; the reference doesn't.")
 
     def run(self, x: Tensor, rows: Rows) -> None:
         """Computes the rows after those that `rows` holds from their inputs `x` `[new, hidden_size]`."""
         if len(x) == 0:
             return
-        x = x + self._attend(rms_norm(x, self.weights["input_layernorm.weight"], self.eps), rows)
-        y = rms_norm(x, self.weights["post_attention_layernorm.weight"], self.eps)
+        x = x + self._attend(self._norm(x, "input_layernorm"), rows)
+        y = self._norm(x, "post_attention_layernorm")
         gaps = torch.full((len(x),), math.inf)
         if self.is_moe:
             routed, gaps = self._experts(y)
             y = routed + self._mlp(y, "share_expert.")
         else:
             y = self._mlp(y, "mlp.")
-        rows.finish(x + y, gaps)
+        rows.finish(self._norm(x + y, "final_layernorm"), gaps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"])
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """As it is, where the architecture has no such norm."""
+        gain = self.weights.get(f"{name}.weight")
+        return x if gain is None else rms_norm(x, gain, self.eps)
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
         shape, new, first = self.attention, len(x), rows.count
@@ -174,12 +174,7 @@ class Layer:
             for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads))
         )
         query, key = (
-            rotate(
-                rms_norm(head, self.weights[f"self_attn.{name}_norm.weight"], self.eps),
-                positions,
-                shape.rotary_dim,
-                shape.theta,
-            )
+            rotate(self._norm(head, f"self_attn.{name}_norm"), positions, shape.rotary_dim, shape.theta)
             for name, head in (("q", query), ("k", key))
         )
         rows.extend(key, value)
@@ -223,31 +218,31 @@ class Layer:
 
 
 class DenseModel:
-    """The weights of a checkpoint: the target's layers, the modules, and their heads."""
+    """The weights of a Step-3.5 checkpoint: the target's layers, the modules, and their heads.
 
-    def __init__(self, folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        tensors: dict[str, Tensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            tensors |= {name: tensor.float() for name, tensor in load_file(path).items()}
-        self.config, self.eps = config, config["rms_norm_eps"]
-        self.num_layers: int = config["num_hidden_layers"]
-        self.num_modules: int = config["num_nextn_predict_layers"]
+    Attributes:
+        hidden_states_flow: module i takes the hidden states of module i - 1; else every module takes the target's.
+    """
+
+    def __init__(self, folder: Path, *, hidden_states_flow: bool = True) -> None:
+        self.config = config = read_config(folder)
+        self.hidden_states_flow = hidden_states_flow
+        self.eps: float = config["rms_norm_eps"]
+        # The norms' gains are one more than the checkpoint says.
+        tensors = {name: t + 1.0 if "norm." in name else t for name, t in read_tensors(folder).items()}
         self.embeddings = tensors["model.embed_tokens.weight"]
         self.norm = tensors["model.norm.weight"]
         self.head = self.embeddings if config.get("tie_word_embeddings") else tensors["lm_head.weight"]
-        self.layers = [
-            Layer(config, index, _with_prefix(tensors, f"model.layers.{index}."))
-            for index in range(self.num_layers + self.num_modules)
+        num_layers = config["num_hidden_layers"]
+        layers = [
+            _step_layer(config, index, with_prefix(tensors, f"model.layers.{index}."))
+            for index in range(num_layers + config["num_nextn_predict_layers"])
         ]
+        self.target, self.modules = layers[:num_layers], layers[num_layers:]
 
     @property
-    def target(self) -> list[Layer]:
-        return self.layers[: self.num_layers]
-
-    @property
-    def modules(self) -> list[Layer]:
-        return self.layers[self.num_layers :]
+    def num_modules(self) -> int:
+        return len(self.modules)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's logits `[rows, vocab]` from its hidden states before the final norm."""
@@ -259,12 +254,25 @@ class DenseModel:
         normed = rms_norm(hidden, weights["shared_head.norm.weight"], self.eps)
         return F.linear(normed, weights["shared_head.output.weight"])
 
-    def module_input(self, module: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """`eh_proj([enorm(embedding), hnorm(hidden)])`, row by row."""
+    def module_input(self, module: int, tokens: Tensor, hidden: Tensor, first: int) -> Tensor:
+        """`eh_proj([enorm(embedding), hnorm(hidden)])`, row by row, the first of which is row `first`."""
         weights = self.modules[module].weights
         embedding = rms_norm(self.embeddings[tokens], weights["enorm.weight"], self.eps)
         hidden = rms_norm(hidden, weights["hnorm.weight"], self.eps)
         return F.linear(torch.cat([embedding, hidden], dim=-1), weights["eh_proj.weight"])
+
+
+def _step_layer(config: dict[str, Any], layer: int, weights: dict[str, Tensor]) -> Layer:
+    limits = [config.get(key) for key in ("swiglu_limits", "swiglu_limits_shared")]
+    if any(limit and limit[layer] for limit in limits):
+        raise NotImplementedError(f"Layer {layer} clamps its activation; the reference doesn't.")
+    routing = Routing(
+        config.get("moe_top_k", 1),
+        config.get("moe_router_activation", "sigmoid"),
+        bool(config.get("norm_expert_weight", True)),
+        float(config.get("moe_router_scaling_factor", 1.0)),
+    )
+    return Layer(attention_of(config, layer), config["rms_norm_eps"], weights, routing)
 
 
 class Reference:
@@ -299,13 +307,14 @@ class Reference:
             start = rows.count
             layer.run(x[start:], rows)
             x = rows.output[: last + 1]
+        target = x
         for index, (layer, rows) in enumerate(zip(self.model.modules, self._modules, strict=True)):
             shift = 1 + index
             end = max(0, min(last + 1, len(tokens) - shift))
             rows.truncate(min(same - shift, end))
             start = rows.count
-            layer.run(self.model.module_input(index, ids[start + shift : end + shift], x[start:end]), rows)
-            x = rows.output[:end]
+            layer.run(self.model.module_input(index, ids[start + shift : end + shift], x[start:end], start), rows)
+            x = rows.output[:end] if self.model.hidden_states_flow else target
 
     def target_hidden(self) -> Tensor:
         """`[last + 1, hidden_size]`, before the final norm."""
@@ -336,18 +345,17 @@ class Reference:
     def slide(self, last: int, drafts: Sequence[int]) -> Tensor:
         """The logits `[vocab]` that choose the draft after `drafts`, which are at least one per module.
 
-        The chain slides on over rows that the target hasn't run: at row `last + a` module 0 takes its own hidden state
-        of the row before for the target's, and module i the token that draft a - 1 + i stands for.
+        The chain slides on over rows that the target hasn't run: at row `last + a` module 0's own hidden state of the
+        row before stands for the target's, and module i takes the token that draft a - 1 + i stands for.
         """
         ends = [rows.copy() for rows in self._modules]
-        hidden = ends[0].output[last : last + 1]
         for ahead in range(1, len(drafts) - len(ends) + 2):
+            target = hidden = ends[0].output[last + ahead - 1 : last + ahead]
             for module, (layer, rows) in enumerate(zip(self.model.modules, ends, strict=True)):
                 token = torch.tensor([drafts[ahead - 1 + module]])
-                layer.run(self.model.module_input(module, token, hidden), rows)
-                hidden = rows.output[-1:]
-            last_hidden, hidden = hidden, ends[0].output[-1:]
-        return self.model.module_logits(len(ends) - 1, last_hidden)[0]
+                layer.run(self.model.module_input(module, token, hidden, last + ahead), rows)
+                hidden = rows.output[-1:] if self.model.hidden_states_flow else target
+        return self.model.module_logits(len(ends) - 1, ends[-1].output[-1:])[0]
 
     def closest_routing(self) -> tuple[float, float]:
         """The smallest `Rows.gaps` of the target and of the modules: where tiny, rounding may choose the expert."""
@@ -359,7 +367,18 @@ def _smallest_gap(layers: Sequence[Rows]) -> float:
     return gaps.min().item() if len(gaps) else math.inf
 
 
-def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, in float32."""
+    files = map(load_file, sorted(folder.glob("*.safetensors")))
+    return {name: tensor.float() for tensors in files for name, tensor in tensors.items()}
+
+
+def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.oracle.dense import DenseModel, Reference
+from tests.oracle.dense import Reference
+from tests.oracle.ranks import add_ranks, run_on_ranks
 from tests.oracle.record import Record
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
-from tests.oracle.variants import widen_sliding_layers
+from tests.oracle.variants import checkpoint, dense_model, drafter_of
 from tests.oracle.watch import Continuation, Watcher
 
 MAX_STEPS_TO_DRAIN = 2000
@@ -120,13 +120,16 @@ class ScheduleRun:
 
     def _join(self, plan: RequestPlan, step: int) -> None:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         params = SamplingParams(
             max_tokens=plan.max_tokens,
             temperature=plan.temperature,
             stop_token_ids=plan.stop_token_ids,
-            ignore_eos=True,
+            # Where a grammar is complete, it admits no other token than the end.
+            ignore_eos=plan.grammar is None,
             detokenize=False,
+            structured_outputs=None if plan.grammar is None else StructuredOutputsParams(regex=plan.grammar),
         )
         name = f"{self.name} request {step}.{len(self.active)}"
         request_id = self.engine.engine.add_request(name, {"prompt_token_ids": plan.prompt}, params)
@@ -218,10 +221,17 @@ def run_schedules(
     texts, stops = read_texts(model)
     record = Record()
     for setup, number in draw_setups(random.Random(seed), count, setups):
+        if setup.ranks > 1 and "RANK" not in os.environ:
+            add_ranks(record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules)])
+            if progress:
+                _report(setup, number, number, record)
+            continue
         with ExitStack() as stack:
-            folder = stack.enter_context(_checkpoint(model, setup))
+            folder = stack.enter_context(checkpoint(model, setup))
+            stack.enter_context(drafter_of(setup))
             engine = stack.enter_context(Engine(folder, **setup.engine_arguments()))
-            dense = DenseModel(folder)
+            dense = dense_model(folder, setup)
+            stack.enter_context(_counting_grammar_cuts(engine, record))
             stack.enter_context(plant(engine) if plant is not None else nullcontext())
             watcher = Watcher(
                 engine.runner,
@@ -242,13 +252,19 @@ def run_schedules(
 
 
 @contextmanager
-def _checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
-    if not setup.wide:
-        yield model
-        return
-    with TemporaryDirectory() as folder:
-        widen_sliding_layers(model, Path(folder))
-        yield Path(folder)
+def _counting_grammar_cuts(engine: Engine, record: Record) -> Iterator[None]:
+    manager = engine.core.structured_output_manager
+    # As in engines with a scheduler per rank: a grammar is there when its request comes, and not some steps later.
+    manager._use_async_grammar_compilation = False
+    validate_tokens = manager.validate_tokens
+
+    def counting_validate_tokens(request: Any, drafts: list[int]) -> list[int]:
+        kept: list[int] = validate_tokens(request, drafts)
+        record.events.grammar_cuts += len(kept) < len(drafts)
+        return kept
+
+    with mock.patch.object(manager, "validate_tokens", counting_validate_tokens):
+        yield
 
 
 def _report(setup: Setup, done: int, number: int, record: Record) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -78,6 +79,69 @@ def wrong_chunk_end(engine: Engine) -> AbstractContextManager[Any]:
     return mock.patch.object(proposer, "chunk_ends", return_value=None)
 
 
+def repairs_rejections_only(engine: Engine) -> AbstractContextManager[Any]:
+    """Earlier rows are run again where drafts were rejected, and not where drafts were dropped before they were run."""
+    drafter, batch = engine.runner.drafter, engine.runner.input_batch
+    propose, history = drafter.propose, drafter.history
+
+    def forgetful_propose(**kwargs: Any) -> torch.Tensor:
+        rejected = kwargs["num_rejected_tokens_gpu"]
+        for index, request_id in enumerate(batch.req_ids):
+            if request_id in history._slots and (rejected is None or rejected[index] == 0):
+                history.valid[history._slots[request_id][1]] = 0
+        return propose(**kwargs)
+
+    return mock.patch.object(drafter, "propose", forgetful_propose)
+
+
+def rollout_stays(engine: Engine) -> AbstractContextManager[Any]:
+    """Every draft past the modules attends as the first of them does: the rows between are not looked at."""
+    drafter = engine.runner.drafter
+    one_row = drafter._one_row_per_request
+    return mock.patch.object(
+        drafter, "_one_row_per_request", lambda cad, positions, ahead: one_row(cad, positions - (ahead - 1), 1)
+    )
+
+
+def stale_hidden_states(engine: Engine) -> AbstractContextManager[Any]:
+    """Steps past the modules are given the hidden states that the first of them was given."""
+    drafter = engine.runner.drafter
+    slide, forward = drafter._slide, drafter._forward
+    first: list[torch.Tensor] = []
+
+    def noting_slide(*args: Any) -> None:
+        first.append(args[-2].clone())
+        slide(*args)
+        first.clear()
+
+    def stale_forward(inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if first:
+            inputs["hidden_states"][: len(first[0])] = first[0]
+        return forward(inputs, *args, **kwargs)
+
+    return mock.patch.multiple(drafter, _slide=noting_slide, _forward=stale_forward)
+
+
+def hidden_states_flow(engine: Engine) -> AbstractContextManager[Any]:
+    """Modules take those of the module before them, whatever the descriptor says."""
+    drafter = engine.runner.drafter
+    return mock.patch.object(drafter, "descriptor", replace(drafter.descriptor, hidden_states_flow=True))
+
+
+def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
+    """What module 1 computes is not kept. (Rows are as many as without the fault, so that ranks still meet.)"""
+    drafter = engine.runner.drafter
+    forward = drafter._forward
+
+    def unkept_forward(inputs: dict[str, Any], layers: Any, *args: Any) -> Any:
+        if inputs.get("spec_step_idx") != 1:
+            return forward(inputs, layers, *args)
+        slots = {name: torch.full_like(slot, PADDING_SLOT_ID) for name, slot in layers.slot_mapping.items()}
+        return forward(inputs, layers._replace(slot_mapping=slots), *args)
+
+    return mock.patch.object(drafter, "_forward", unkept_forward)
+
+
 FAULTS: dict[str, Plant] = {
     "none": none,
     "none_with_two_block_sizes": none,
@@ -85,4 +149,10 @@ FAULTS: dict[str, Plant] = {
     "no_history": no_history,
     "primary_block_size": primary_block_size,
     "wrong_chunk_end": wrong_chunk_end,
+    "wrong_chunk_end_of_one_module": wrong_chunk_end,
+    "repairs_rejections_only": repairs_rejections_only,
+    "rollout_stays": rollout_stays,
+    "stale_hidden_states": stale_hidden_states,
+    "hidden_states_flow": hidden_states_flow,
+    "no_slots_for_module_1": no_slots_for_module_1,
 }

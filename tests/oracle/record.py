@@ -1,6 +1,6 @@
 """What a run of the oracle found, as a record that programs read."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 TOLERANCE = 2e-4
@@ -19,6 +19,7 @@ class Events:
 
     chunk_boundaries: int = 0
     rejections: dict[int, int] = field(default_factory=dict)
+    grammar_cuts: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
     prefix_hits_diverging: int = 0
@@ -76,8 +77,8 @@ class Record:
     def clean(self) -> bool:
         return self.rows_mismatched == 0 and self.drafts_mismatched == 0
 
-    def note_rejected(self, count: int) -> None:
-        self.events.rejections[count] = self.events.rejections.get(count, 0) + 1
+    def note_rejected(self, count: int, passes: int = 1) -> None:
+        self.events.rejections[count] = self.events.rejections.get(count, 0) + passes
 
     def note_wrong_rows(self, module: int, count: int) -> None:
         self.rows_mismatched += count
@@ -100,6 +101,23 @@ class Record:
             self.mismatches.append(words)
             self._described = True
 
+    def add(self, other: dict[str, Any], words: str = "") -> None:
+        """Adds another record, as `to_json` gives it; its mismatches begin with `words`."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + other[name])
+        for name in ("max_abs_error", "max_target_error"):
+            setattr(self, name, max(getattr(self, name), other[name]))
+        for name, count in other["events"].items():
+            if name == "rejections":
+                for rejected, passes in count.items():
+                    self.note_rejected(int(rejected), passes)
+            else:
+                setattr(self.events, name, getattr(self.events, name) + count)
+        for module, count in other["mismatched_by_module"].items():
+            self.mismatched_by_module[int(module)] = self.mismatched_by_module.get(int(module), 0) + count
+        self.mismatches += [words + mismatch for mismatch in other["mismatches"]]
+        del self.mismatches[MAX_MISMATCHES:]
+
     def to_json(self) -> dict[str, Any]:
         plain = asdict(self)
         del plain["_described"]
@@ -107,3 +125,6 @@ class Record:
         plain["mismatched_by_module"] = dict(sorted(self.mismatched_by_module.items()))
         plain["events"]["rejections"] = dict(sorted(self.events.rejections.items()))
         return plain
+
+
+COUNTS = tuple(item.name for item in fields(Record) if item.type is int)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 BLOCK_SIZE = 32  # the smallest that the CPU's attention takes
 
@@ -19,8 +19,12 @@ class Setup:
         crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
             and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
-        wide: on `widen_sliding_layers` of the checkpoint, whose KV cache groups differ in their block size.
+        checkpoint: `tiny`; `wide`, the same with KV cache groups that differ in their block size
+            (`variants.widen_sliding_layers`); `mimo`, a model of one module.
+        hidden_states_flow: as in `DraftDescriptor`; False: the checkpoint's modules all take the target's.
+        grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
+        ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
         weight: how often it is drawn.
     """
 
@@ -34,8 +38,11 @@ class Setup:
     num_blocks: int = 200
     crowd: bool = False
     prefix_caching: bool = True
-    wide: bool = False
+    checkpoint: Literal["tiny", "wide", "mimo"] = "tiny"
+    hidden_states_flow: bool = True
+    grammars: float = 0.0
     overlapped: bool = False
+    ranks: int = 1
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
@@ -57,6 +64,9 @@ class Setup:
             "speculative_config": speculative,
             "async_scheduling": self.overlapped,
             "disable_log_stats": True,
+            "skip_tokenizer_init": self.checkpoint == "mimo",
+            "tensor_parallel_size": self.ranks,
+            "distributed_executor_backend": "external_launcher" if self.ranks > 1 else None,
         }
 
 
@@ -72,12 +82,27 @@ SETUPS = (
     Setup("K by batch, to 6", k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0)), num_blocks=60),
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
-    Setup("two block sizes", wide=True, num_blocks=60, chunk=40, weight=3),
+    Setup("two block sizes", checkpoint="wide", num_blocks=60, chunk=40, weight=3),
     Setup("overlapped", overlapped=True, weight=3),
     Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
+    Setup("grammars", grammars=0.8, weight=3),
+    Setup("grammars, overlapped", grammars=0.8, overlapped=True),
+    Setup("one module", checkpoint="mimo", max_batched_tokens=48),
+    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
+    Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("the target's hidden states", hidden_states_flow=False, num_blocks=48, crowd=True),
+    Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_batched_tokens=48),
+    Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
+)
+
+# Of the text that the tiny model writes, lower case goes on for a few tokens before anything else comes.
+GRAMMARS = (
+    r"[a-z_ ().,=:\n]*",
+    r"([a-z_]+ = [a-z0-9_.()]+\n    )+",
+    r"([a-z_]{3,}[ \n]){2,6}",
 )
 
 
@@ -89,6 +114,7 @@ class RequestPlan:
         step: it joins before that step.
         abort_after: it is aborted that many steps later, if it is still there; None: never.
         diverging: the prompt leaves an earlier one's right after a block.
+        grammar: a regular expression that the output must follow, and which may end it.
     """
 
     step: int
@@ -98,6 +124,7 @@ class RequestPlan:
     stop_token_ids: list[int]
     abort_after: int | None
     diverging: bool
+    grammar: str | None = None
 
 
 def plan_schedule(
@@ -139,6 +166,7 @@ def _plan_request(
         stop_token_ids=rng.sample(list(stops), 3) if rng.random() < 0.2 else [],
         abort_after=rng.randint(0, 12) if not stays and rng.random() < 0.15 else None,
         diverging=diverging and len(prompt) > BLOCK_SIZE,
+        grammar=rng.choice(GRAMMARS) if setup.grammars and rng.random() < setup.grammars else None,
     )
 
 

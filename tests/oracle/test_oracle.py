@@ -39,10 +39,18 @@ def model() -> DenseModel:
 # Nothing wrong.
 
 EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the end", "two block sizes", "unpadded"]
+SPECIAL = ["grammars", "one module", "the target's hidden states, K=6"]
 
 
 def everything() -> dict[str, Any]:
     return run_child("schedules", count=15, seed=3, setups=EVERYTHING)
+
+
+def assert_clean(record: dict[str, Any]) -> None:
+    assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
+    assert record["rows_excused"] == record["rows_unwritten"] == 0
+    assert record["rows_checked"] > 0
+    assert record["drafts_checked"] > 0
 
 
 def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right() -> None:
@@ -57,8 +65,38 @@ def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right
 def test_everything_that_the_schedules_are_for_happened_in_them() -> None:
     events = everything()["events"]
     assert {"0", "1", "2", "3", "4", "5", "6"} <= events.pop("rejections").keys()
-    assert events.pop("skipped_passes") == 0
+    assert events.pop("skipped_passes") == events.pop("grammar_cuts") == 0
     assert [name for name, count in events.items() if count == 0] == []
+
+
+def special(setup: str) -> dict[str, Any]:
+    record: dict[str, Any] = run_child("each_setup", count=1, seed=3, setups=SPECIAL)[setup]
+    return record
+
+
+@pytest.mark.parametrize("setup", SPECIAL)
+def test_rows_and_drafts_are_right_with_grammars_with_one_module_and_without_a_flow(setup: str) -> None:
+    record = special(setup)
+    assert_clean(record)
+    assert record["events"]["chunk_boundaries"] > 0
+    assert len(record["events"]["rejections"]) > 2
+
+
+def test_grammars_cut_drafts_short() -> None:
+    assert special("grammars")["events"]["grammar_cuts"] > 0
+
+
+def test_every_rank_holds_its_own_heads_of_every_row() -> None:
+    for records in two_ranks():
+        assert_clean(records[0])
+        assert records[0]["events"] == two_ranks()[0][0]["events"]
+
+
+def two_ranks() -> list[list[dict[str, Any]]]:
+    """Of each of two ranks, the record of a schedule without a fault, and of one with a fault on the second rank."""
+    faults = [["none", "none"], ["none", "no_slots_for_module_1"]]
+    records: Any = run_child("ranked_faults", seed=1, setup="two ranks", faults=faults)
+    return records
 
 
 def test_a_reused_block_was_finished_with_the_tokens_that_follow_it_here() -> None:
@@ -173,6 +211,10 @@ SETUP_OF_FAULT = {
     "wrong_chunk_end": "preemption",
     "none_with_two_block_sizes": "two block sizes",
     "primary_block_size": "two block sizes",
+    "repairs_rejections_only": "grammars",
+    "wrong_chunk_end_of_one_module": "one module",
+    "stale_hidden_states": "one module",
+    "hidden_states_flow": "the target's hidden states",
 }
 
 
@@ -213,6 +255,40 @@ def test_it_sees_a_chunk_whose_end_was_fed_the_wrong_token() -> None:
     assert "0" in record["mismatched_by_module"]
     assert "module 0" in record["first_mismatch"]
     assert "which is known" in record["first_mismatch"]
+
+
+def test_it_sees_rows_that_a_grammar_left_unverified_and_nobody_ran_again() -> None:
+    record = with_fault("repairs_rejections_only")
+    assert record["events"]["grammar_cuts"] > 0
+    assert record["mismatched_by_module"].keys() == {"1", "2"}
+    assert "a draft that has since been replaced" in record["first_mismatch"]
+
+
+def test_it_sees_a_chunk_of_a_single_module_whose_end_was_fed_the_wrong_token() -> None:
+    record = with_fault("wrong_chunk_end_of_one_module")
+    assert record["mismatched_by_module"].keys() == {"0"}
+    assert "which is known" in record["first_mismatch"]
+
+
+def test_it_sees_a_rollout_on_the_wrong_hidden_states() -> None:
+    record = with_fault("stale_hidden_states")
+    assert record["rows_mismatched"] == 0  # rows past L are written again by the next pass
+    assert record["drafts_mismatched"] > 0
+    assert "draft 2 of 3" in record["first_mismatch"]
+
+
+def test_it_sees_hidden_states_that_flow_where_they_should_not() -> None:
+    record = with_fault("hidden_states_flow")
+    assert record["mismatched_by_module"].keys() == {"1", "2"}
+    assert "this pass was given its hidden state" in record["first_mismatch"]
+
+
+def test_it_sees_what_the_second_rank_alone_did_not_write() -> None:
+    first, second = (records[1] for records in two_ranks())
+    assert "1" in second["mismatched_by_module"]
+    assert "it was never written" in second["first_mismatch"]
+    # The first rank's own rows suffer from the module after, whose hidden states both ranks made.
+    assert first["mismatched_by_module"].keys() == {"2"}
 
 
 def test_it_sees_the_faults_of_vllms_own_proposer() -> None:

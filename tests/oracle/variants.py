@@ -1,12 +1,53 @@
-"""Checkpoints made from another, for what the tiny one can't show."""
+"""Checkpoints and drafters for what the tiny model can't show."""
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 from safetensors.torch import load_file, save_file
 
+from tests import mimo
+from tests.oracle.dense import DenseModel, read_config
+from tests.oracle.mimo import DenseMiMo
+from tests.oracle.schedules import Setup
+
 WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
+    """The folder of the setup's checkpoint, made from `model` or, for MiMo, with as many tokens."""
+    if setup.checkpoint == "tiny":
+        yield model
+        return
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if setup.checkpoint == "wide":
+            widen_sliding_layers(model, folder)
+        else:
+            mimo.write_checkpoint(folder, read_config(model)["vocab_size"])
+        yield folder
+
+
+def dense_model(folder: Path, setup: Setup) -> DenseModel:
+    """The reference of a setup's checkpoint."""
+    if setup.checkpoint == "mimo":
+        return DenseMiMo(folder)
+    return DenseModel(folder, hidden_states_flow=setup.hidden_states_flow)
+
+
+@contextmanager
+def drafter_of(setup: Setup) -> Iterator[None]:
+    """Engines built inside have the setup's drafter."""
+    from proposers.registry import PROPOSERS
+
+    others = {} if setup.hidden_states_flow else {"Step3p5MTP": "tests.oracle.unchained:UnchainedProposer"}
+    with mock.patch.dict(PROPOSERS, others):
+        yield
 
 
 def widen_sliding_layers(model: Path, folder: Path) -> None:

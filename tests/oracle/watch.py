@@ -233,7 +233,9 @@ class Watcher:
 
     def _check_rows(self, view: RequestPass, followed: Followed, cache: ModuleCache, drafts: list[int]) -> None:
         record, module = self.record, cache.module
-        keys, values = followed.reference.keys(module), followed.reference.values(module)
+        keys, values = (
+            rows[:, cache.heads] for rows in (followed.reference.keys(module), followed.reference.values(module))
+        )
         start, end = cache.first_visible(view.first), len(keys)
         record.rows_freed += min(start, end)
         record.rows_open += view.last + 1 - end
@@ -273,7 +275,7 @@ class Watcher:
         worst = int((got - expected).abs().nan_to_num(torch.inf).argmax())
         head, feature = divmod(worst, expected.shape[-1])
         half = expected.shape[-1] // 2
-        element = f"{'key' if feature < half else 'value'}[head {head}, {feature % half}]"
+        element = f"{'key' if feature < half else 'value'}[head {cache.heads.start + head}, {feature % half}]"
         taken = position + 1 + cache.module
         known = taken < len(followed.tokens)
         token = f"takes t_{taken}, " + (
@@ -309,7 +311,7 @@ class Watcher:
                 assert self.continuation is not None
                 logits = self.continuation(followed.reference, view.last, drafts[:index])
             record.drafts_checked += 1
-            best = int(logits.argmax())
+            head, best = min(index, len(self.caches) - 1), int(logits.argmax())
             if best == draft:
                 continue
             behind = (logits[best] - logits[draft]).item()
@@ -321,7 +323,7 @@ class Watcher:
                 record.drafts_mismatched += 1
                 record.note_mismatch(
                     f"Request {view.request_id}, draft {index} of {len(drafts)} at row L = {view.last} is {draft} and "
-                    f"should be {best}, whose logit is {behind:.4g} higher at the head of module {index}."
+                    f"should be {best}, whose logit is {behind:.4g} higher at the head of module {head}."
                 )
 
     def _num_checkable(self, view: RequestPass, followed: Followed, k: int) -> int:
