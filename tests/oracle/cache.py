@@ -63,8 +63,7 @@ class ModuleCache:
     def __init__(self, module: int, group: int, layer: Any, block_size: int, rank: int) -> None:
         self.heads = slice(rank * layer.num_kv_heads, (rank + 1) * layer.num_kv_heads)
         self.module, self.group, self.block_size = module, group, block_size
-        window = getattr(layer.impl, "sliding_window", -1)
-        self.window: int | None = window if window and window > 0 else None
+        self.window: int | None = layer.sliding_window
         self._layer = layer
         self._layout = BlockLayout.probe(layer, block_size)
 
