@@ -95,9 +95,9 @@ class GraphMemory:
         return capture_model
 
 
-def time_propose(llm: Any) -> list[float]:
-    """Has the host time of every further draft pass, in ms, put into a list."""
-    times: list[float] = []
+def time_propose(llm: Any) -> list[tuple[float, float]]:
+    """Has when every further draft pass began, and its host time in ms, put into a list."""
+    times: list[tuple[float, float]] = []
 
     def wrap(worker: Any) -> None:
         runner = worker.model_runner
@@ -109,7 +109,7 @@ def time_propose(llm: Any) -> list[float]:
         def propose(*args: Any, **kwargs: Any) -> Any:
             before = time.perf_counter()
             result = original(*args, **kwargs)
-            times.append((time.perf_counter() - before) * 1e3)
+            times.append((before, (time.perf_counter() - before) * 1e3))
             return result
 
         drafter.propose = propose
@@ -214,7 +214,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
                 run_batch(llm.llm_engine, prompts[:batch], spec["output_tokens"], f"{length}-{batch}-{repeat}")
                 for repeat in range(spec["runs"])
             ]
-            figures["propose_host_ms"][str(batch)] = quartiles(times)
+            spans = [span for run in runs for span in run["decode_spans"]]
+            figures["propose_host_ms"][str(batch)] = quartiles(
+                [ms for when, ms in times if any(start <= when < end for start, end in spans)]
+            )
             drafts_now, accepted_now = acceptance_counters(llm)
             if made := drafts_now - drafts:
                 figures["acceptance_length"][str(batch)] = round(1 + (sum(accepted_now) - sum(accepted)) / made, 4)

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, default=MODEL, help="folder of a Step-3.5 checkpoint (default: %(default)s)"
     )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
+    parser.add_argument("--graphs", action="store_true", help="record decode steps and passes as CUDA graphs")
     parser.add_argument("--setup", action="append", help="only engines of that name (repeatable)")
 
 
@@ -30,7 +31,15 @@ def run(args: argparse.Namespace) -> int:
     if not setups:
         names = ", ".join(repr(setup.name) for setup in SETUPS)
         raise SystemExit(f"There is no engine called {args.setup}: choose from {names}.")
-    record = run_schedules(args.model, args.schedules, args.seed, modules=args.modules, setups=setups, progress=True)
+    record = run_schedules(
+        args.model,
+        args.schedules,
+        args.seed,
+        modules=args.modules,
+        setups=setups,
+        graphs=args.graphs,
+        progress=True,
+    )
     text = json.dumps(record.to_json(), indent=1)
     print(text)
     if args.json:

@@ -54,8 +54,9 @@ def describe_engine(llm: Any) -> dict[str, str | None]:
 def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: str) -> dict[str, Any]:
     """Generates greedily for all prompts at once.
 
-    `step_ms` has the steps in which every request decoded, and `decode_tokens_per_s` is theirs: those that prefill, and
-    those after the first has ended, would be figures of another batch size.
+    `step_ms` has the steps in which every request decoded, `decode_spans` when they began and ended, and
+    `decode_tokens_per_s` is theirs: those that prefill, and those after the first has ended, would be figures of another
+    batch size.
     """
     from vllm import SamplingParams
 
@@ -67,6 +68,7 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
     token_ids: dict[str, list[int]] = {}
     step_ms = []
     ttft_ms = []
+    decode_spans = []
     decoded = 0
     while engine.has_unfinished_requests():
         all_decode = min(lengths.values()) > 0 and not token_ids
@@ -83,12 +85,14 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
                 token_ids[output.request_id] = ids
         if all_decode and not token_ids:
             step_ms.append(elapsed * 1e3)
+            decode_spans.append((before, before + elapsed))
             decoded += sum(lengths.values()) - before_step
     return {
         "seconds": time.perf_counter() - started,
         "token_ids": [token_ids[f"{tag}-{i}"] for i in range(len(prompts))],
         "step_ms": step_ms,
         "ttft_ms": ttft_ms,
+        "decode_spans": decode_spans,
         "decode_tokens_per_s": decoded / sum(step_ms) * 1e3 if step_ms else float("nan"),
     }
 

@@ -70,22 +70,26 @@ class PassGraphs:
     @torch.inference_mode()
     def capture(self, num_reqs: int) -> None:
         """Records the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
-        bound = [group.block_table for group in self._groups]
-        inputs, cad = self._static(num_reqs)
-        for group, table in zip(self._groups, self._tables, strict=True):
-            group.block_table = table[:num_reqs]
         self._seq_lens.zero_()
         self._history_slots.fill_(self._padding_slot)
-        self._run(inputs, cad)  # kernels are compiled and workspaces allocated outside of the graph
+        self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         stream.synchronize()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            drafts = self._run(inputs, cad)
+            drafts = self.run_static(num_reqs)
         self._graphs[num_reqs] = graph, drafts
         self._sizes = sorted(self._graphs)
+
+    def run_static(self, num_reqs: int) -> torch.Tensor:
+        """The eager pass over the first `num_reqs` requests of the static inputs: what is recorded."""
+        bound = [group.block_table for group in self._groups]
+        for group, table in zip(self._groups, self._tables, strict=True):
+            group.block_table = table[:num_reqs]
+        drafts = self._run(*self._static(num_reqs))
         for group, bound_table in zip(self._groups, bound, strict=True):
             group.block_table = bound_table
+        return drafts
 
     def size_for(self, cad: CommonAttentionMetadata) -> int | None:
         """The number of requests of the graph that can run this batch; None where there is none."""

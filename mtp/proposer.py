@@ -32,6 +32,7 @@ from mtp.groups import DraftGroups, build_draft_groups
 from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
 from mtp.window import History, PassInputs, StepRows, Window, build_window, chunk_ends, for_other_rows
+from mtp.window_kernels import shift_rows
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -318,7 +319,7 @@ class MultiGroupProposer(EagleProposer):
             # Each module reads one token further than the one before it.
             made = [next_token_ids, *drafts.token_ids]
             follows = made[module] if module < len(made) else None
-            token_ids = self._shift(token_ids, window.last_rows, follows)
+            token_ids = self._shift(token_ids, window, follows)
             if partial is not None:
                 reqs, tokens = partial
                 token_ids[window.last_rows[reqs]] = tokens[:, module].to(token_ids.dtype)
@@ -335,15 +336,17 @@ class MultiGroupProposer(EagleProposer):
         return first_hidden
 
     @staticmethod
-    def _shift(token_ids: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor | None) -> torch.Tensor:
+    def _shift(token_ids: torch.Tensor, window: Window, follows: torch.Tensor | None) -> torch.Tensor:
         """Every row's next token, and `follows` `[num_reqs]` after the last valid one.
 
         Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
         was made for it to consume: it isn't final, and the next pass writes it again.
         """
+        if follows is not None and token_ids.is_cuda:
+            return shift_rows(token_ids, window.req_indices, window.last_rows, follows)
         shifted = token_ids.roll(-1)
         if follows is not None:
-            shifted[last_rows] = follows.to(shifted.dtype)
+            shifted[window.last_rows] = follows.to(shifted.dtype)
         return shifted
 
     def _slide(self, window: Window, target_cad: CommonAttentionMetadata, hidden: torch.Tensor, drafts: Drafts) -> None:

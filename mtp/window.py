@@ -16,7 +16,7 @@ have is padding: its slot is -1 and its outputs are unused. A request that is sh
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from mtp import window_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,10 @@ class PassInputs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The rows of one pass.
+class RowLayout:
+    """Where the rows of a pass lie, and what they hold.
 
     Attributes:
-        cad: attention metadata of the pass, less what differs between KV cache groups.
         req_indices: `[num_rows]` int64, each row's request.
         seq_positions: `[num_rows]` int64 sequence positions; -1 for rows that must not be written.
         token_ids: `[num_rows]` integer, each row's own token t_p.
@@ -69,9 +70,9 @@ class Window:
         hidden_states: `[num_rows, hidden_size]` of the target.
         last_rows: `[num_reqs]` int64, where in the window each last valid row is.
         last_positions: `[num_reqs]` int64, its sequence position L.
+        seq_lens: `[num_reqs]` integer, up to the last row of the window.
     """
 
-    cad: CommonAttentionMetadata
     req_indices: torch.Tensor
     seq_positions: torch.Tensor
     token_ids: torch.Tensor
@@ -79,6 +80,18 @@ class Window:
     hidden_states: torch.Tensor
     last_rows: torch.Tensor
     last_positions: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window(RowLayout):
+    """The rows of one pass.
+
+    Attributes:
+        cad: attention metadata of the pass, less what differs between KV cache groups.
+    """
+
+    cad: CommonAttentionMetadata
 
     @property
     def num_rows(self) -> int:
@@ -150,18 +163,23 @@ class History:
         Args:
             slots: `[num_reqs]` int64.
         """
-        steps_back = torch.arange(self.depth - 1, -1, -1, device=slots.device)
-        rows = window.last_rows[:, None] - steps_back
-        starts = window.cad.query_start_loc[:-1].long()
-        inside = rows >= starts[:, None]
-        rows = rows.clamp(min=0)
-        there = inside & (window.seq_positions[rows] >= 0)
-        self.token_ids[slots] = window.token_ids[rows].to(self.token_ids.dtype)
-        self.positions[..., slots, :] = window.positions[..., rows]
-        self.hidden_states[slots] = window.hidden_states[rows]
-        self.ends[slots] = window.last_positions + 1
-        # Rows count from the last one back, up to the first that is missing.
-        self.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
+        store = window_kernels.store_rows if _has_kernels(window.positions) else store_rows
+        store(self, slots, window.cad.query_start_loc, window)
+
+
+def store_rows(history: History, slots: torch.Tensor, query_start_loc: torch.Tensor, layout: RowLayout) -> None:
+    """`History.store` in plain PyTorch."""
+    steps_back = torch.arange(history.depth - 1, -1, -1, device=slots.device)
+    rows = layout.last_rows[:, None] - steps_back
+    inside = rows >= query_start_loc[:-1].long()[:, None]
+    rows = rows.clamp(min=0)
+    there = inside & (layout.seq_positions[rows] >= 0)
+    history.token_ids[slots] = layout.token_ids[rows].to(history.token_ids.dtype)
+    history.positions[..., slots, :] = layout.positions[..., rows]
+    history.hidden_states[slots] = layout.hidden_states[rows]
+    history.ends[slots] = layout.last_positions + 1
+    # Rows count from the last one back, up to the first that is missing.
+    history.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
 
 
 def chunk_ends(
@@ -209,14 +227,54 @@ def build_window(
         query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
         torch.cumsum(window_lens_cpu, 0, out=query_start_loc_cpu[1:])
         query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
-    num_rows = int(query_start_loc_cpu[-1])
-    device = query_start_loc.device
+    num_rows, longest = int(query_start_loc_cpu[-1]), int(window_lens_cpu.max())
+    if history is not None and slots is not None and _has_kernels(rows.positions):
+        layout = window_kernels.lay_out_rows(
+            rows, cad.query_start_loc, query_start_loc, cad.seq_lens, num_rows, longest, history, slots
+        )
+    else:
+        layout = lay_out_rows(rows, cad.query_start_loc, query_start_loc, cad.seq_lens, num_rows, history, slots)
+    upper = cad.seq_lens_cpu_upper_bound
+    window_cad = for_other_rows(
+        cad,
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc_cpu,
+        seq_lens=layout.seq_lens,
+        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
+        num_actual_tokens=num_rows,
+        max_query_len=longest,
+        max_seq_len=max(cad.max_seq_len, longest),
+    )
+    return Window(**{field.name: getattr(layout, field.name) for field in fields(layout)}, cad=window_cad)
 
-    step_starts = cad.query_start_loc[:-1].long()
-    step_lens = cad.query_start_loc[1:] - cad.query_start_loc[:-1]
+
+def _has_kernels(positions: torch.Tensor) -> bool:
+    """They are for the GPU, and know one rotary position per row."""
+    return positions.is_cuda and positions.dim() == 1
+
+
+def lay_out_rows(
+    rows: StepRows,
+    step_start_loc: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_rows: int,
+    history: History | None,
+    slots: torch.Tensor | None,
+) -> RowLayout:
+    """The rows of a pass in plain PyTorch.
+
+    Args:
+        step_start_loc, query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin in the step and in
+            the window.
+        seq_lens: `[num_reqs]` integer, rejected rows of the step counted in.
+    """
+    device = query_start_loc.device
+    step_starts = step_start_loc[:-1].long()
+    step_lens = step_start_loc[1:] - step_start_loc[:-1]
     window_starts = query_start_loc[:-1].long()
     window_lens = query_start_loc[1:] - query_start_loc[:-1]
-    first_positions = cad.seq_lens.long() - step_lens  # where the target's rows begin
+    first_positions = seq_lens.long() - step_lens  # where the target's rows begin
     last_positions = first_positions + rows.last_rows - step_starts
     # Where the window begins. A single module has no stale rows, and keeps the step's.
     starts = first_positions if history is None else (last_positions - window_lens + 1).clamp(min=0)
@@ -241,21 +299,7 @@ def build_window(
         token_ids = torch.where(past, history.token_ids[row_slots, entries].to(token_ids.dtype), token_ids)
         positions = torch.where(past, history.positions[..., row_slots, entries], positions)
         hidden_states = torch.where(past[:, None], history.hidden_states[row_slots, entries], hidden_states)
-
-    upper = cad.seq_lens_cpu_upper_bound
-    longest = int(window_lens_cpu.max())
-    window_cad = for_other_rows(
-        cad,
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=(starts + window_lens).to(cad.seq_lens.dtype),
-        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
-        num_actual_tokens=num_rows,
-        max_query_len=longest,
-        max_seq_len=max(cad.max_seq_len, longest),
-    )
-    return Window(
-        cad=window_cad,
+    return RowLayout(
         req_indices=req_indices,
         seq_positions=torch.where(valid, seq_positions, -1),
         token_ids=token_ids,
@@ -264,6 +308,7 @@ def build_window(
         # A request that is padding ends before it begins, and must not reach into the rows of the one before it.
         last_rows=torch.maximum(window_starts + last_positions - starts, window_starts),
         last_positions=last_positions,
+        seq_lens=(starts + window_lens).to(seq_lens.dtype),
     )
 
 

@@ -58,7 +58,7 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
     query_start_loc = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
     cad = CommonAttentionMetadata(
         query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc.clone(),
+        query_start_loc_cpu=query_start_loc.cpu(),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         num_reqs=len(stories),
         num_actual_tokens=len(tokens),
@@ -66,7 +66,7 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
         max_seq_len=max(upper),
         block_table_tensor=torch.zeros(len(stories), 1, dtype=torch.int32),
         slot_mapping=torch.zeros(len(tokens), dtype=torch.int64),
-        seq_lens_cpu_upper_bound=torch.tensor(upper, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(upper, dtype=torch.int32, device="cpu"),
     )
     rows = StepRows(
         torch.tensor(tokens, dtype=torch.int32),

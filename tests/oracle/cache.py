@@ -33,14 +33,20 @@ class BlockLayout:
         num_kv_heads, head_dim = layer.num_kv_heads, layer.head_size
         shape = (block_size, num_kv_heads, head_dim)
         count = block_size * num_kv_heads * head_dim
-        numbers = torch.arange(1, 2 * count + 1, dtype=torch.float32)  # exact up to 2 ** 24
+        device = layer.kv_cache.device
+        numbers = torch.arange(1, 2 * count + 1, dtype=torch.float32, device=device)  # exact up to 2 ** 24
         scratch = torch.zeros_like(layer.kv_cache[:1])
         layer.impl.do_kv_cache_update(
-            layer, numbers[:count].view(shape), numbers[count:].view(shape), scratch, torch.arange(block_size)
+            layer,
+            numbers[:count].view(shape),
+            numbers[count:].view(shape),
+            scratch,
+            torch.arange(block_size, device=device),
         )
         found = scratch.flatten().argsort()[-2 * count :]
         if not torch.equal(scratch.flatten()[found], numbers):
             raise RuntimeError("The KV cache of this backend does not hold what was written to it, element by element.")
+        found = found.cpu()
         return cls(found[:count].view(shape), found[count:].view(shape))
 
 
@@ -57,8 +63,7 @@ class ModuleCache:
     def __init__(self, module: int, group: int, layer: Any, block_size: int, rank: int) -> None:
         self.heads = slice(rank * layer.num_kv_heads, (rank + 1) * layer.num_kv_heads)
         self.module, self.group, self.block_size = module, group, block_size
-        window = getattr(layer.impl, "sliding_window", -1)
-        self.window: int | None = window if window and window > 0 else None
+        self.window: int | None = layer.sliding_window
         self._layer = layer
         self._layout = BlockLayout.probe(layer, block_size)
 
@@ -76,7 +81,7 @@ class ModuleCache:
         """Keys and values of the rows `[start, end)`, each `[end - start, num_kv_heads, head_dim]`."""
         first = start // self.block_size
         needed = torch.as_tensor(blocks, dtype=torch.int64)[first : -(-end // self.block_size)]
-        pages = self._layer.kv_cache[needed].flatten(1)
+        pages = self._layer.kv_cache[needed.to(self._layer.kv_cache.device)].flatten(1).cpu()
         rows = slice(start - first * self.block_size, end - first * self.block_size)
         keys, values = (pages[:, where].flatten(0, 1)[rows] for where in (self._layout.keys, self._layout.values))
         return keys, values

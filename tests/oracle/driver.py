@@ -35,12 +35,13 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else float32 products have the precision of TF32
         # So small a model gains nothing from more threads, and loses much where something else is running.
         torch.set_num_threads(1)
         from vllm import LLM
 
         with _keeping_async_scheduling():
-            self.llm = LLM(str(model), **arguments)
+            self.llm = LLM(str(model), **_for_device(arguments))
 
     @property
     def engine(self) -> Any:
@@ -61,6 +62,16 @@ class Engine:
         self.engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    """On CUDA, with the attention backend that takes float32 and heads of 32."""
+    if not torch.cuda.is_available():
+        return arguments
+    backend = "TRITON_ATTN"
+    speculative = {**arguments["speculative_config"], "attention_backend": backend}
+    attention = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.2}
+    return {**arguments, **attention, "speculative_config": speculative}
 
 
 @contextmanager
@@ -209,6 +220,7 @@ def run_schedules(
     continuation: Continuation | None = Reference.slide,
     setups: Sequence[Setup] = SETUPS,
     plant: Callable[[Engine], AbstractContextManager[Any]] | None = None,
+    graphs: bool = False,
     progress: bool = False,
 ) -> Record:
     """Runs `count` random schedules and returns what was found.
@@ -216,6 +228,7 @@ def run_schedules(
     Args:
         modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
         continuation: see `Watcher`.
+        graphs: the engines record their steps and passes of decode batches, on CUDA.
         plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
     """
     texts, stops = read_texts(model)
@@ -229,7 +242,7 @@ def run_schedules(
         with ExitStack() as stack:
             folder = stack.enter_context(checkpoint(model, setup))
             stack.enter_context(drafter_of(setup))
-            engine = stack.enter_context(Engine(folder, **setup.engine_arguments()))
+            engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs)))
             dense = dense_model(folder, setup)
             stack.enter_context(_counting_grammar_cuts(engine, record))
             stack.enter_context(plant(engine) if plant is not None else nullcontext())

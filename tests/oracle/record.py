@@ -32,6 +32,7 @@ class Events:
     short_prompts: int = 0
     at_max_model_len: int = 0
     skipped_passes: int = 0
+    replays: int = 0
 
 
 @dataclass

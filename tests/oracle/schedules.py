@@ -46,14 +46,21 @@ class Setup:
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """For `vllm.LLM`."""
+    def engine_arguments(self, graphs: bool = False) -> dict[str, Any]:
+        """For `vllm.LLM`; `graphs` lets it record decode steps of every number of requests but some."""
         speculative = {"method": "mtp", "num_speculative_tokens": self.k, **self.speculative}
         if self.k_by_batch is not None:
             speculative["num_speculative_tokens_per_batch_size"] = list(self.k_by_batch)
+        sizes = sorted({1, 2, 4, self.max_num_seqs})
+        recorded = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [size * (self.k + 1) for size in sizes if size <= self.max_num_seqs],
+        }
         return {
             "dtype": "float32",
-            "enforce_eager": True,
+            "enforce_eager": not graphs,
+            **({"compilation_config": recorded} if graphs else {}),
             "block_size": BLOCK_SIZE,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,

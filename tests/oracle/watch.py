@@ -113,7 +113,7 @@ class Watcher:
 
         def watched_propose(**kwargs: Any) -> Tensor:
             passes = self._read_passes(kwargs)
-            hidden = kwargs["target_hidden_states"].clone()
+            hidden = kwargs["target_hidden_states"].clone().cpu()
             drafts = propose(**kwargs)
             self._proposed = True
             self._check_pass(passes, hidden, kwargs["num_speculative_tokens"], drafts)
@@ -128,6 +128,14 @@ class Watcher:
             return output
 
         drafter.propose, runner.sample_tokens = watched_propose, watched_sample_tokens
+        if getattr(drafter, "graphs", None) is not None:
+            replay = drafter.graphs.replay
+
+            def counted_replay(*args: Any, **kwargs: Any) -> Tensor:
+                self.record.events.replays += 1
+                return replay(*args, **kwargs)
+
+            drafter.graphs.replay = counted_replay
 
     def _read_passes(self, kwargs: dict[str, Any]) -> list[RequestPass]:
         """What the host asks of the pass, read before the drafter may change it."""

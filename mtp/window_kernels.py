@@ -1,0 +1,256 @@
+"""The window of a pass in three launches on CUDA; `mtp/window.py` has the same in plain PyTorch, with the reasons.
+
+One program works on the rows of one request, so offsets into the window need no search. A row's source is a number:
+its row in the step, or, below zero, `-1 - index` of its entry in the flattened history.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.triton_utils import tl, triton
+
+if TYPE_CHECKING:
+    from mtp.window import History, RowLayout, StepRows
+
+MAX_BLOCK_ROWS = 256
+BLOCK_COLUMNS = 1024
+
+
+def lay_out_rows(
+    rows: "StepRows",
+    step_start_loc: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_rows: int,
+    longest: int,
+    history: "History",
+    slots: torch.Tensor,
+) -> "RowLayout":
+    """`mtp.window.lay_out_rows`, of a chain without M-RoPE.
+
+    Args:
+        longest: rows of the longest window.
+    """
+    from mtp.window import RowLayout
+
+    num_reqs, device = slots.shape[0], slots.device
+    rows_of = lambda dtype: torch.empty(num_rows, dtype=dtype, device=device)  # noqa: E731
+    layout = RowLayout(
+        req_indices=rows_of(torch.int64),
+        seq_positions=rows_of(torch.int64),
+        token_ids=rows_of(rows.token_ids.dtype),
+        positions=rows_of(torch.int64),
+        hidden_states=torch.empty(num_rows, rows.hidden_states.shape[1], dtype=rows.hidden_states.dtype, device=device),
+        last_rows=torch.empty(num_reqs, dtype=torch.int64, device=device),
+        last_positions=torch.empty(num_reqs, dtype=torch.int64, device=device),
+        seq_lens=torch.empty(num_reqs, dtype=seq_lens.dtype, device=device),
+    )
+    sources = rows_of(torch.int64)
+    block = min(triton.next_power_of_2(longest), MAX_BLOCK_ROWS)
+    _lay_out_rows[num_reqs, triton.cdiv(longest, block)](
+        step_start_loc,
+        query_start_loc,
+        seq_lens,
+        rows.last_rows,
+        rows.token_ids,
+        rows.positions,
+        slots,
+        history.token_ids,
+        history.positions,
+        history.ends,
+        history.valid,
+        layout.req_indices,
+        layout.seq_positions,
+        layout.token_ids,
+        layout.positions,
+        sources,
+        layout.last_rows,
+        layout.last_positions,
+        layout.seq_lens,
+        history.depth,
+        block,
+    )
+    hidden_size = rows.hidden_states.shape[1]
+    _gather_rows[num_rows, triton.cdiv(hidden_size, BLOCK_COLUMNS)](
+        sources,
+        rows.hidden_states,
+        rows.hidden_states.stride(0),
+        history.hidden_states,
+        layout.hidden_states,
+        hidden_size,
+        BLOCK_COLUMNS,
+    )
+    return layout
+
+
+def store_rows(
+    history: "History",
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    layout: "RowLayout",
+) -> None:
+    """`mtp.window.store_rows`."""
+    hidden_size = layout.hidden_states.shape[1]
+    _store_rows[slots.shape[0], triton.cdiv(hidden_size, BLOCK_COLUMNS)](
+        slots,
+        query_start_loc,
+        layout.seq_positions,
+        layout.token_ids,
+        layout.positions,
+        layout.hidden_states,
+        layout.last_rows,
+        layout.last_positions,
+        history.token_ids,
+        history.positions,
+        history.hidden_states,
+        history.ends,
+        history.valid,
+        hidden_size,
+        history.depth,
+        BLOCK_COLUMNS,
+    )
+
+
+@triton.jit
+def _lay_out_rows(
+    step_start_loc_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    step_last_rows_ptr,
+    step_token_ids_ptr,
+    step_positions_ptr,
+    slots_ptr,
+    history_token_ids_ptr,
+    history_positions_ptr,
+    ends_ptr,
+    valid_ptr,
+    req_indices_ptr,
+    seq_positions_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    sources_ptr,
+    last_rows_ptr,
+    last_positions_ptr,
+    window_seq_lens_ptr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    req = tl.program_id(0)
+    step_start = tl.load(step_start_loc_ptr + req).to(tl.int64)
+    step_end = tl.load(step_start_loc_ptr + req + 1).to(tl.int64)
+    window_start = tl.load(query_start_loc_ptr + req).to(tl.int64)
+    length = tl.load(query_start_loc_ptr + req + 1).to(tl.int64) - window_start
+    first = tl.load(seq_lens_ptr + req).to(tl.int64) - (step_end - step_start)
+    last = first + tl.load(step_last_rows_ptr + req).to(tl.int64) - step_start
+    start = tl.maximum(last - length + 1, 0)
+    slot = tl.load(slots_ptr + req)
+    end = tl.load(ends_ptr + slot)
+    valid = tl.load(valid_ptr + slot)
+
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < length
+    seq_positions = start + rows
+    offsets = seq_positions - first
+    past = offsets < 0
+    entries = seq_positions - end + DEPTH
+    there = (entries < DEPTH) & (entries >= DEPTH - valid)
+    kept = inside & past & there
+    ran = inside & (offsets >= 0)
+    step_rows = tl.minimum(step_start + tl.maximum(offsets, 0), step_end - 1)
+    indices = slot * DEPTH + entries
+    token_ids = tl.load(step_token_ids_ptr + step_rows, mask=ran, other=0)
+    token_ids = tl.where(kept, tl.load(history_token_ids_ptr + indices, mask=kept, other=0), token_ids)
+    positions = tl.load(step_positions_ptr + step_rows, mask=ran, other=0)
+    positions = tl.where(kept, tl.load(history_positions_ptr + indices, mask=kept, other=0), positions)
+    written = (seq_positions <= last) & (ran | kept)
+
+    out = window_start + rows
+    tl.store(req_indices_ptr + out, tl.zeros([BLOCK], tl.int64) + req, mask=inside)
+    tl.store(seq_positions_ptr + out, tl.where(written, seq_positions, -1), mask=inside)
+    tl.store(token_ids_ptr + out, token_ids, mask=inside)
+    tl.store(positions_ptr + out, positions, mask=inside)
+    tl.store(sources_ptr + out, tl.where(kept, -1 - indices, step_rows), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(last_rows_ptr + req, tl.maximum(window_start + last - start, window_start))
+        tl.store(last_positions_ptr + req, last)
+        tl.store(window_seq_lens_ptr + req, start + length)
+
+
+@triton.jit
+def _gather_rows(sources_ptr, step_ptr, step_stride, history_ptr, out_ptr, size: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    source = tl.load(sources_ptr + row)
+    if source < 0:
+        hidden = tl.load(history_ptr + (-1 - source) * size + columns, mask=inside, other=0)
+    else:
+        hidden = tl.load(step_ptr + source * step_stride + columns, mask=inside, other=0)
+    tl.store(out_ptr + row * size + columns, hidden, mask=inside)
+
+
+@triton.jit
+def _store_rows(
+    slots_ptr,
+    query_start_loc_ptr,
+    seq_positions_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    hidden_ptr,
+    last_rows_ptr,
+    last_positions_ptr,
+    history_token_ids_ptr,
+    history_positions_ptr,
+    history_hidden_ptr,
+    ends_ptr,
+    valid_ptr,
+    size: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    req = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    slot = tl.load(slots_ptr + req)
+    window_start = tl.load(query_start_loc_ptr + req).to(tl.int64)
+    last_row = tl.load(last_rows_ptr + req)
+    unbroken = (last_row >= window_start).to(tl.int64)
+    count = unbroken * 0
+    for back in tl.static_range(DEPTH):
+        row = last_row - back
+        seq_position = tl.load(seq_positions_ptr + tl.maximum(row, window_start))
+        unbroken = unbroken * (row >= window_start).to(tl.int64) * (seq_position >= 0).to(tl.int64)
+        count += unbroken
+        index = slot * DEPTH + DEPTH - 1 - back
+        if row >= window_start:
+            hidden = tl.load(hidden_ptr + row * size + columns, mask=inside, other=0)
+            tl.store(history_hidden_ptr + index * size + columns, hidden, mask=inside)
+            if tl.program_id(1) == 0:
+                tl.store(history_token_ids_ptr + index, tl.load(token_ids_ptr + row))
+                tl.store(history_positions_ptr + index, tl.load(positions_ptr + row))
+    if tl.program_id(1) == 0:
+        tl.store(ends_ptr + slot, tl.load(last_positions_ptr + req) + 1)
+        tl.store(valid_ptr + slot, count)
+
+
+def shift_rows(
+    token_ids: torch.Tensor, req_indices: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor
+) -> torch.Tensor:
+    """Every row's next token, and `follows` `[num_reqs]` after the last valid one."""
+    shifted = torch.empty_like(token_ids)
+    num_rows = token_ids.shape[0]
+    _shift_rows[(triton.cdiv(num_rows, MAX_BLOCK_ROWS),)](
+        token_ids, req_indices, last_rows, follows, shifted, num_rows, MAX_BLOCK_ROWS
+    )
+    return shifted
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shift_rows(token_ids_ptr, req_indices_ptr, last_rows_ptr, follows_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    reqs = tl.load(req_indices_ptr + rows, mask=inside, other=0)
+    is_last = inside & (tl.load(last_rows_ptr + reqs, mask=inside, other=-1) == rows)
+    following = tl.load(token_ids_ptr + rows + 1, mask=rows + 1 < num_rows, other=0)
+    follows = tl.load(follows_ptr + reqs, mask=is_last, other=0)
+    tl.store(out_ptr + rows, tl.where(is_last, follows.to(following.dtype), following), mask=inside)

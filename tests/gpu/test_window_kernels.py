@@ -1,0 +1,35 @@
+"""The tests of the window once more, with its kernels."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mtp.window_kernels import shift_rows
+from tests import test_window
+from tests.test_window import (  # noqa: F401
+    test_a_request_shorter_than_its_history_begins_at_position_0,
+    test_a_window_holds_the_steps_valid_rows_and_the_history_before_them,
+    test_one_module_has_no_history_and_its_window_is_the_step_itself,
+)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(test_window, "DEVICE", torch.device("cuda"))
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 255, 256, 257, 5000])
+def test_rows_shift_as_in_plain_pytorch(num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    starts = torch.arange(0, num_rows, 3)
+    req_indices = torch.arange(num_rows) // 3
+    last_rows = torch.minimum(starts + torch.randint(0, 3, starts.shape), torch.tensor(num_rows - 1))
+    token_ids = torch.randint(0, 10**6, (num_rows,), dtype=torch.int32)
+    follows = torch.randint(0, 10**6, starts.shape)
+    expected = token_ids.roll(-1)
+    expected[-1] = 0
+    expected[last_rows] = follows.int()
+    assert torch.equal(shift_rows(token_ids, req_indices, last_rows, follows), expected)
