@@ -10,6 +10,7 @@ import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tests.oracle.driver import Engine
+from tests.oracle.replayed import Stand
 
 Plant = Callable[[Engine], AbstractContextManager[Any]]
 
@@ -142,9 +143,25 @@ def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
     return mock.patch.object(drafter, "_forward", unkept_forward)
 
 
+def padding_is_run(engine: Engine) -> AbstractContextManager[Any]:
+    """Requests that pad a replayed batch keep the lengths and block tables of those that were there before."""
+    replay = Stand.replay
+    lens_before: list[torch.Tensor] = []
+
+    def padding_replay(stand: Stand) -> None:
+        lens = stand.graphs._seq_lens
+        if lens_before:
+            lens.copy_(torch.where(lens == 0, lens_before.pop(), lens))
+        lens_before.append(lens.clone())
+        replay(stand)
+
+    return mock.patch.object(Stand, "replay", padding_replay)
+
+
 FAULTS: dict[str, Plant] = {
     "none": none,
     "none_with_two_block_sizes": none,
+    "none_with_replays": none,
     "module_0_only": module_0_only,
     "no_history": no_history,
     "primary_block_size": primary_block_size,
@@ -155,4 +172,5 @@ FAULTS: dict[str, Plant] = {
     "stale_hidden_states": stale_hidden_states,
     "hidden_states_flow": hidden_states_flow,
     "no_slots_for_module_1": no_slots_for_module_1,
+    "padding_is_run": padding_is_run,
 }

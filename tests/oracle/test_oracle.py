@@ -215,6 +215,8 @@ SETUP_OF_FAULT = {
     "wrong_chunk_end_of_one_module": "one module",
     "stale_hidden_states": "one module",
     "hidden_states_flow": "the target's hidden states",
+    "none_with_replays": "replayed",
+    "padding_is_run": "replayed",
 }
 
 
@@ -223,7 +225,7 @@ def with_fault(fault: str) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("fault", ["none", "none_with_two_block_sizes"])
+@pytest.mark.parametrize("fault", ["none", "none_with_two_block_sizes", "none_with_replays"])
 def test_the_schedules_that_show_the_faults_are_clean_without_them(fault: str) -> None:
     record = with_fault(fault)
     assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
@@ -289,6 +291,13 @@ def test_it_sees_what_the_second_rank_alone_did_not_write() -> None:
     assert "it was never written" in second["first_mismatch"]
     # The first rank's own rows suffer from the module after, whose hidden states both ranks made.
     assert first["mismatched_by_module"].keys() == {"2"}
+
+
+def test_it_sees_that_padding_writes_into_blocks_of_others() -> None:
+    record = with_fault("padding_is_run")
+    assert record["events"]["replays"] > 0
+    assert record["rows_mismatched"] > 0
+    assert "was given its hidden state" in record["first_mismatch"] or "known since" in record["first_mismatch"]
 
 
 def test_it_sees_the_faults_of_vllms_own_proposer() -> None:
