@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
     parser.add_argument("--speculative-config", type=json.loads, default={}, help="further entries, as a JSON object")
     parser.add_argument("--json", type=Path, help="file for the result; modes that it has already are not run again")
+    parser.add_argument("--plot", type=Path, help="file for step time and GPU time by batch")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(format_table(result))
+    if args.plot:
+        draw(result, args.plot)
     return 0
 
 
@@ -169,3 +172,30 @@ def _show(cell: Any, spread: bool) -> str:
     if cell is None or (spread and cell["median"] != cell["median"]):
         return "-"
     return f"{cell['median']:.2f} [{cell['q1']:.2f}, {cell['q3']:.2f}]" if spread else f"{cell:.2f}"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Step time by batch, and in it what the GPU is busy for, of the shortest prompts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batches = [str(batch) for batch in result["settings"]["batches"]]
+    length = str(result["settings"]["prompt_tokens"][0])
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    width = 0.8 / len(result["modes"])
+    for i, (mode, entry) in enumerate(result["modes"].items()):
+        figures = entry["prompts"][length]
+        places = [j + (i - (len(result["modes"]) - 1) / 2) * width for j in range(len(batches))]
+        steps = [figures["step_ms"][batch] for batch in batches]
+        spread = [[s["median"] - s["q1"] for s in steps], [s["q3"] - s["median"] for s in steps]]
+        colour = f"C{i}"
+        axes.bar(places, [s["median"] for s in steps], width, yerr=spread, capsize=3, color=colour, alpha=0.45)
+        axes.bar(places, [figures["gpu_busy_ms"][batch] for batch in batches], width, color=colour, label=mode)
+    axes.set(xlabel="batch", ylabel="ms", title=f"Step time (pale) and GPU time of it, prompts of {length} tokens")
+    axes.set_xticks(range(len(batches)), batches)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -1,9 +1,10 @@
 """CUDA graphs of whole decode passes.
 
 A pass of several modules is some hundred small launches, which the host takes longer to issue than the device to run.
-In a decode batch every request has one token and the same number of drafts, so the pass has the same shape in every
-step, and nothing in it depends on a value that only the host knows: it is recorded once per number of requests, on
-static inputs, and replayed. What is recorded is the eager pass itself, so that the two can't differ.
+In a decode batch no request has more rows than a token and its drafts. Give each a window of that many, whatever its
+step had, and the pass has the same shape in every step, in which nothing depends on a value that only the host knows:
+it is recorded once per number of requests, on static inputs, and replayed. What is recorded is the eager pass itself,
+so that the two can't differ.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,7 @@ class PassGraphs:
 
     Args:
         run: the pass of a batch, from its inputs and metadata to `[num_reqs, num_drafts]` token ids.
-        query_len: rows of each request, 1 + drafts.
+        query_len: rows of each window, 1 + drafts.
         padding_slot: a slot of the history that belongs to no request.
     """
 
@@ -50,7 +51,7 @@ class PassGraphs:
         self._pool: Any = None
         num_rows = max_num_reqs * query_len
         starts = torch.arange(0, num_rows + 1, query_len, dtype=torch.int32)
-        self._query_start_loc_cpu, self._query_start_loc = starts, starts.to(device)
+        self._query_start_loc_cpu, self._query_start_loc = starts, starts.to(device)  # of the windows
         self._seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._tables = [
             torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device) for group in groups
@@ -60,6 +61,7 @@ class PassGraphs:
             positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
             hidden_states=torch.zeros(num_rows, hidden_size, dtype=dtype, device=device),
             last_rows=self._query_start_loc[1:] - 1,
+            query_start_loc=self._query_start_loc.clone(),
         )
         self._next_token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._history_slots = torch.full((max_num_reqs,), padding_slot, dtype=torch.int64, device=device)
@@ -71,6 +73,8 @@ class PassGraphs:
     def capture(self, num_reqs: int) -> None:
         """Records the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
         self._seq_lens.zero_()
+        self._rows.query_start_loc.zero_()
+        self._rows.last_rows.fill_(-1 - self.query_len)
         self._history_slots.fill_(self._padding_slot)
         self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
@@ -96,7 +100,7 @@ class PassGraphs:
 
     def size_for(self, cad: CommonAttentionMetadata) -> int | None:
         """The number of requests of the graph that can run this batch; None where there is none."""
-        if cad.max_query_len != self.query_len or cad.num_actual_tokens != cad.num_reqs * self.query_len:
+        if cad.max_query_len > self.query_len:
             return None
         index = bisect_left(self._sizes, cad.num_reqs)
         return self._sizes[index] if index < len(self._sizes) else None
@@ -119,19 +123,22 @@ class PassGraphs:
         Returns:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
-        num_reqs = cad.num_reqs
-        num_rows = num_reqs * self.query_len
+        num_reqs, num_rows = cad.num_reqs, cad.num_actual_tokens
         self._rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
         self._rows.positions[:num_rows].copy_(rows.positions[:num_rows])
         self._rows.hidden_states[:num_rows].copy_(rows.hidden_states[:num_rows])
         self._rows.last_rows[:num_reqs].copy_(rows.last_rows)
+        self._rows.query_start_loc[: num_reqs + 1].copy_(rows.query_start_loc)
         self._next_token_ids[:num_reqs].copy_(next_token_ids)
         padded = np.full(size, self._padding_slot)
         padded[: len(history_slots)] = history_slots
         async_tensor_h2d(padded, out=self._history_slots[:size])
         self._seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
         if size > num_reqs:
-            self._seq_lens[num_reqs:size].zero_()  # a sequence that ends before it begins: every row is padding
+            # A sequence of no rows that ends so far before it begins that drafts past its end are padding too.
+            self._seq_lens[num_reqs:size].zero_()
+            self._rows.query_start_loc[num_reqs + 1 : size + 1].fill_(num_rows)
+            self._rows.last_rows[num_reqs:size].fill_(num_rows - 1 - self.query_len)
         for group, table in zip(self._groups, self._tables, strict=True):
             table[:num_reqs].copy_(group.table(num_reqs))
         graph, drafts = self._graphs[size]
@@ -148,6 +155,7 @@ class PassGraphs:
                 rows.positions[:num_rows],
                 rows.hidden_states[:num_rows],
                 rows.last_rows[:num_reqs],
+                rows.query_start_loc[: num_reqs + 1],
             ),
             self._next_token_ids[:num_reqs],
             self._history_slots[:num_reqs],

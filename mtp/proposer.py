@@ -258,16 +258,17 @@ class MultiGroupProposer(EagleProposer):
         last_rows = cad.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
         if target_positions.dim() > 1 and not self.uses_mrope:
             target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
-        rows = StepRows(target_token_ids, target_positions, target_hidden_states, last_rows)
+        rows = StepRows(target_token_ids, target_positions, target_hidden_states, last_rows, cad.query_start_loc)
         batch, self._batch = self._batch, None
         slots = [] if self.history is None else self._assign_history(batch)
         if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
             sampling_metadata = None
-        if self.graphs and sampling_metadata is None and (size := self.graphs.size_for(cad)):
-            return self.graphs.replay(size, rows, next_token_ids, slots, cad)[:, :num_speculative_tokens]
-        history_slots = None if self.history is None else async_tensor_h2d(np.array(slots), device=self.device)
         chain_length = self.plan.chain_length
         goes_on = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
+        graphs = self.graphs if sampling_metadata is None and goes_on is None else None
+        if graphs is not None and (size := graphs.size_for(cad)):
+            return graphs.replay(size, rows, next_token_ids, slots, cad)[:, :num_speculative_tokens]
+        history_slots = None if self.history is None else async_tensor_h2d(np.array(slots), device=self.device)
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
         drafts = Drafts(num_steps, sampling_metadata)
@@ -383,7 +384,9 @@ class MultiGroupProposer(EagleProposer):
     def _one_row_per_request(
         self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
     ) -> CommonAttentionMetadata:
-        """A request at max_model_len stays there: its row is padding and its draft is not used."""
+        """A request at max_model_len stays there: its row is padding and its draft is not used. So is one that pads a
+        recorded batch, which ends before position 0.
+        """
         batch_size, limit = cad.batch_size(), self.max_model_len
         upper = cad.seq_lens_cpu_upper_bound
         return for_other_rows(
@@ -392,7 +395,7 @@ class MultiGroupProposer(EagleProposer):
             max_query_len=1,
             query_start_loc=self.arange[: batch_size + 1],
             query_start_loc_cpu=self._decode_query_start_loc_cpu[: batch_size + 1],
-            seq_lens=(seq_positions + 1).clamp(max=limit).to(cad.seq_lens.dtype),
+            seq_lens=(seq_positions + 1).clamp(1, limit).to(cad.seq_lens.dtype),
             seq_lens_cpu_upper_bound=None if upper is None else (upper + ahead).clamp(max=limit),
             max_seq_len=min(cad.max_seq_len + ahead, limit),
             is_prefilling=None,

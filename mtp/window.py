@@ -37,12 +37,14 @@ class StepRows:
         positions: `[num_tokens]` int64 rotary positions, `[3, num_tokens]` under M-RoPE.
         hidden_states: `[num_tokens, hidden_size]`.
         last_rows: `[num_reqs]` integer, the last valid row of each request.
+        query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin, and their number.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     hidden_states: torch.Tensor
     last_rows: torch.Tensor
+    query_start_loc: torch.Tensor
 
 
 class PassInputs(NamedTuple):
@@ -217,7 +219,8 @@ def build_window(
     Nothing is synchronised: lengths of queries come from the host, positions stay on the device.
 
     Args:
-        cad: of the target's step; its `seq_lens` count rejected rows in.
+        cad: of the target's step; its `seq_lens` count rejected rows in. Its query lengths say how many rows a window
+            has at least, and may be more than the step's.
         history, slots: None for a single module, which has nothing to repair.
     """
     query_lens_cpu = cad.query_start_loc_cpu.diff()
@@ -229,11 +232,9 @@ def build_window(
         query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
     num_rows, longest = int(query_start_loc_cpu[-1]), int(window_lens_cpu.max())
     if history is not None and slots is not None and _has_kernels(rows.positions):
-        layout = window_kernels.lay_out_rows(
-            rows, cad.query_start_loc, query_start_loc, cad.seq_lens, num_rows, longest, history, slots
-        )
+        layout = window_kernels.lay_out_rows(rows, query_start_loc, cad.seq_lens, num_rows, longest, history, slots)
     else:
-        layout = lay_out_rows(rows, cad.query_start_loc, query_start_loc, cad.seq_lens, num_rows, history, slots)
+        layout = lay_out_rows(rows, query_start_loc, cad.seq_lens, num_rows, history, slots)
     upper = cad.seq_lens_cpu_upper_bound
     window_cad = for_other_rows(
         cad,
@@ -255,7 +256,6 @@ def _has_kernels(positions: torch.Tensor) -> bool:
 
 def lay_out_rows(
     rows: StepRows,
-    step_start_loc: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     num_rows: int,
@@ -265,13 +265,12 @@ def lay_out_rows(
     """The rows of a pass in plain PyTorch.
 
     Args:
-        step_start_loc, query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin in the step and in
-            the window.
+        query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin in the window.
         seq_lens: `[num_reqs]` integer, rejected rows of the step counted in.
     """
     device = query_start_loc.device
-    step_starts = step_start_loc[:-1].long()
-    step_lens = step_start_loc[1:] - step_start_loc[:-1]
+    step_starts = rows.query_start_loc[:-1].long()
+    step_lens = rows.query_start_loc[1:] - rows.query_start_loc[:-1]
     window_starts = query_start_loc[:-1].long()
     window_lens = query_start_loc[1:] - query_start_loc[:-1]
     first_positions = seq_lens.long() - step_lens  # where the target's rows begin

@@ -18,7 +18,6 @@ BLOCK_COLUMNS = 1024
 
 def lay_out_rows(
     rows: "StepRows",
-    step_start_loc: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     num_rows: int,
@@ -48,7 +47,7 @@ def lay_out_rows(
     sources = rows_of(torch.int64)
     block = min(triton.next_power_of_2(longest), MAX_BLOCK_ROWS)
     _lay_out_rows[num_reqs, triton.cdiv(longest, block)](
-        step_start_loc,
+        rows.query_start_loc,
         query_start_loc,
         seq_lens,
         rows.last_rows,
@@ -155,8 +154,8 @@ def _lay_out_rows(
     entries = seq_positions - end + DEPTH
     there = (entries < DEPTH) & (entries >= DEPTH - valid)
     kept = inside & past & there
-    ran = inside & (offsets >= 0)
-    step_rows = tl.minimum(step_start + tl.maximum(offsets, 0), step_end - 1)
+    ran = inside & (offsets >= 0) & (offsets < step_end - step_start)
+    step_rows = step_start + offsets
     indices = slot * DEPTH + entries
     token_ids = tl.load(step_token_ids_ptr + step_rows, mask=ran, other=0)
     token_ids = tl.where(kept, tl.load(history_token_ids_ptr + indices, mask=kept, other=0), token_ids)
@@ -169,7 +168,7 @@ def _lay_out_rows(
     tl.store(seq_positions_ptr + out, tl.where(written, seq_positions, -1), mask=inside)
     tl.store(token_ids_ptr + out, token_ids, mask=inside)
     tl.store(positions_ptr + out, positions, mask=inside)
-    tl.store(sources_ptr + out, tl.where(kept, -1 - indices, step_rows), mask=inside)
+    tl.store(sources_ptr + out, tl.where(kept, -1 - indices, tl.where(ran, step_rows, 0)), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(last_rows_ptr + req, tl.maximum(window_start + last - start, window_start))
         tl.store(last_positions_ptr + req, last)

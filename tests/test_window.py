@@ -73,6 +73,7 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
         torch.tensor(positions),
         torch.tensor(hidden, dtype=torch.float32),
         torch.tensor(last_rows, dtype=torch.int32),
+        query_start_loc,
     )
     return rows, cad
 
