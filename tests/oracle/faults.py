@@ -144,12 +144,10 @@ def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
 
 FAULTS: dict[str, Plant] = {
     "none": none,
-    "none_with_two_block_sizes": none,
     "module_0_only": module_0_only,
     "no_history": no_history,
     "primary_block_size": primary_block_size,
     "wrong_chunk_end": wrong_chunk_end,
-    "wrong_chunk_end_of_one_module": wrong_chunk_end,
     "repairs_rejections_only": repairs_rejections_only,
     "rollout_stays": rollout_stays,
     "stale_hidden_states": stale_hidden_states,

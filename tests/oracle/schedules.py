@@ -95,13 +95,13 @@ SETUPS = (
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
-    Setup("grammars", grammars=0.8, weight=3),
+    Setup("grammars", grammars=0.8, max_model_len=160, weight=3),
     Setup("grammars, overlapped", grammars=0.8, overlapped=True),
     Setup("one module", checkpoint="mimo", max_batched_tokens=48),
     Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
     Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
-    Setup("the target's hidden states", hidden_states_flow=False, num_blocks=48, crowd=True),
-    Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_batched_tokens=48),
+    Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
+    Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
 )
 
