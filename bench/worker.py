@@ -55,8 +55,8 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
     """Generates greedily for all prompts at once.
 
     `step_ms` has the steps in which every request decoded, `decode_spans` when they began and ended, and
-    `decode_tokens_per_s` is theirs: those that prefill, and those after the first has ended, would be figures of another
-    batch size.
+    `decode_tokens_per_s` is theirs: those that prefill, and those after the first has ended, would be figures of
+    another batch size.
     """
     from vllm import SamplingParams
 
