@@ -8,6 +8,7 @@ static inputs, and replayed. What is recorded is the eager pass itself, so that 
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,8 +47,7 @@ class PassGraphs:
         self._padding_slot = padding_slot
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._sizes: list[int] = []
-        # A pool of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         num_rows = max_num_reqs * query_len
         starts = torch.arange(0, num_rows + 1, query_len, dtype=torch.int32)
         self._query_start_loc_cpu, self._query_start_loc = starts, starts.to(device)
@@ -73,6 +73,9 @@ class PassGraphs:
         self._seq_lens.zero_()
         self._history_slots.fill_(self._padding_slot)
         self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
+        if self._pool is None:
+            # Of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         stream.synchronize()
@@ -111,7 +114,7 @@ class PassGraphs:
         Args:
             size: of `size_for`.
             rows, next_token_ids, cad: as for an eager pass.
-            history_slots: of each request.
+            history_slots: of each request; empty where there is no history.
 
         Returns:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
@@ -124,7 +127,7 @@ class PassGraphs:
         self._rows.last_rows[:num_reqs].copy_(rows.last_rows)
         self._next_token_ids[:num_reqs].copy_(next_token_ids)
         padded = np.full(size, self._padding_slot)
-        padded[:num_reqs] = history_slots
+        padded[: len(history_slots)] = history_slots
         async_tensor_h2d(padded, out=self._history_slots[:size])
         self._seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
         if size > num_reqs:

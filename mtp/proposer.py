@@ -28,7 +28,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.graphs import PassGraphs
-from mtp.groups import DraftGroups, build_draft_groups
+from mtp.groups import DraftGroup, DraftGroups, build_draft_groups
 from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
 from mtp.window import History, PassInputs, StepRows, Window, build_window, chunk_ends, for_other_rows
@@ -563,19 +563,23 @@ class MultiGroupProposer(EagleProposer):
         if any(group.block_table is None for group in groups) or not self.groups.recordable:
             return
         if self.graphs is None:
-            self.graphs = PassGraphs(
-                self._run_recorded,
-                groups,
-                query_len,
-                self.max_batch_size,
-                self.max_model_len,
-                0 if self.history is None else self.history.padding_slot,
-                self.hidden_size,
-                self.dtype,
-                self.device,
-            )
+            self.graphs = self._make_graphs(groups)
         if num_reqs not in self.graphs:
             self.graphs.capture(num_reqs)
+
+    def _make_graphs(self, groups: list[DraftGroup]) -> PassGraphs:
+        """Room for recorded passes; the groups' tables must be bound, since theirs are as wide."""
+        return PassGraphs(
+            self._run_recorded,
+            groups,
+            1 + self.plan.num_speculative_tokens,
+            self.max_batch_size,
+            self.max_model_len,
+            0 if self.history is None else self.history.padding_slot,
+            self.hidden_size,
+            self.dtype,
+            self.device,
+        )
 
     def _run_recorded(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
         drafts = Drafts(self.plan.num_speculative_tokens, sampling_metadata=None, recorded=True)

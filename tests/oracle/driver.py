@@ -17,6 +17,7 @@ import torch
 from tests.oracle.dense import Reference
 from tests.oracle.ranks import add_ranks, run_on_ranks
 from tests.oracle.record import Record
+from tests.oracle.replayed import replaying
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
 from tests.oracle.variants import checkpoint, dense_model, drafter_of
 from tests.oracle.watch import Continuation, Watcher
@@ -246,6 +247,8 @@ def run_schedules(
             dense = dense_model(folder, setup)
             stack.enter_context(_counting_grammar_cuts(engine, record))
             stack.enter_context(plant(engine) if plant is not None else nullcontext())
+            if setup.replayed:
+                stack.enter_context(replaying(engine.runner.drafter, setup.graph_sizes, record.events))
             watcher = Watcher(
                 engine.runner,
                 dense,

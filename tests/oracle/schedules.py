@@ -24,6 +24,7 @@ class Setup:
         hidden_states_flow: as in `DraftDescriptor`; False: the checkpoint's modules all take the target's.
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
+        replayed: decode batches go through a graph's inputs (`tests/oracle/replayed.py`).
         ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
         weight: how often it is drawn.
     """
@@ -42,6 +43,7 @@ class Setup:
     hidden_states_flow: bool = True
     grammars: float = 0.0
     overlapped: bool = False
+    replayed: bool = False
     ranks: int = 1
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
@@ -51,11 +53,10 @@ class Setup:
         speculative = {"method": "mtp", "num_speculative_tokens": self.k, **self.speculative}
         if self.k_by_batch is not None:
             speculative["num_speculative_tokens_per_batch_size"] = list(self.k_by_batch)
-        sizes = sorted({1, 2, 4, self.max_num_seqs})
         recorded = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [size * (self.k + 1) for size in sizes if size <= self.max_num_seqs],
+            "cudagraph_capture_sizes": [size * (self.k + 1) for size in self.graph_sizes],
         }
         return {
             "dtype": "float32",
@@ -75,6 +76,11 @@ class Setup:
             "tensor_parallel_size": self.ranks,
             "distributed_executor_backend": "external_launcher" if self.ranks > 1 else None,
         }
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Not every number of requests, so that some batches are padded."""
+        return [size for size in sorted({1, 2, 4, self.max_num_seqs}) if size <= self.max_num_seqs]
 
 
 SETUPS = (
@@ -102,6 +108,10 @@ SETUPS = (
     Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
+    Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
+    Setup("replayed, K=6", replayed=True, k=6, max_batched_tokens=80, overlapped=True),
+    Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
+    Setup("replayed, one module", replayed=True, checkpoint="mimo"),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
 )
 

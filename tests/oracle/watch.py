@@ -25,6 +25,7 @@ from torch import Tensor
 from tests.oracle.cache import ModuleCache, module_caches
 from tests.oracle.dense import DenseModel, Reference
 from tests.oracle.record import ROUTING_TOLERANCE, TOLERANCE, Record
+from tests.oracle.replayed import count_replays
 
 Continuation = Callable[[Reference, int, list[int]], Tensor]
 """From a request's reference, its row L and the drafts before, to the logits `[vocab]` that choose the next draft, past
@@ -129,13 +130,7 @@ class Watcher:
 
         drafter.propose, runner.sample_tokens = watched_propose, watched_sample_tokens
         if getattr(drafter, "graphs", None) is not None:
-            replay = drafter.graphs.replay
-
-            def counted_replay(*args: Any, **kwargs: Any) -> Tensor:
-                self.record.events.replays += 1
-                return replay(*args, **kwargs)
-
-            drafter.graphs.replay = counted_replay
+            count_replays(drafter.graphs, self.record.events)
 
     def _read_passes(self, kwargs: dict[str, Any]) -> list[RequestPass]:
         """What the host asks of the pass, read before the drafter may change it."""
