@@ -28,19 +28,13 @@ def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
     return run_schedules(MODEL, count, seed, setups=chosen, progress=True).to_json()
 
 
-def each_setup(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
-    """By name of an engine, the record of so many schedules on it."""
-    return {name: schedules(count, seed, [name]) for name in setups}
-
-
-def faults(seed: int, setups: dict[str, str]) -> dict[str, Any]:
-    """By name of a fault, the record of one schedule on the engine that `setups` names for it."""
+def faults(seed: int, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Of every fault and the engine's name beside it, the record of one schedule."""
     from tests.oracle.faults import FAULTS
 
-    return {
-        fault: run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault]).to_json()
-        for fault, name in setups.items()
-    }
+    return [
+        run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault]).to_json() for fault, name in cases
+    ]
 
 
 def on_rank(

@@ -143,16 +143,13 @@ def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
     return mock.patch.object(drafter, "_forward", unkept_forward)
 
 
-def padding_is_run(engine: Engine) -> AbstractContextManager[Any]:
-    """Requests that pad a replayed batch keep the lengths and block tables of those that were there before."""
+def padding_drafts_ahead(engine: Engine) -> AbstractContextManager[Any]:
+    """Requests that pad a replayed batch end right before position 0, so that drafts past their end are at positions."""
     replay = Stand.replay
-    lens_before: list[torch.Tensor] = []
 
     def padding_replay(stand: Stand) -> None:
-        lens = stand.graphs._seq_lens
-        if lens_before:
-            lens.copy_(torch.where(lens == 0, lens_before.pop(), lens))
-        lens_before.append(lens.clone())
+        graphs = stand.graphs
+        graphs._rows.last_rows[graphs._seq_lens == 0] += graphs.query_len
         replay(stand)
 
     return mock.patch.object(Stand, "replay", padding_replay)
@@ -160,17 +157,14 @@ def padding_is_run(engine: Engine) -> AbstractContextManager[Any]:
 
 FAULTS: dict[str, Plant] = {
     "none": none,
-    "none_with_two_block_sizes": none,
-    "none_with_replays": none,
     "module_0_only": module_0_only,
     "no_history": no_history,
     "primary_block_size": primary_block_size,
     "wrong_chunk_end": wrong_chunk_end,
-    "wrong_chunk_end_of_one_module": wrong_chunk_end,
     "repairs_rejections_only": repairs_rejections_only,
     "rollout_stays": rollout_stays,
     "stale_hidden_states": stale_hidden_states,
     "hidden_states_flow": hidden_states_flow,
     "no_slots_for_module_1": no_slots_for_module_1,
-    "padding_is_run": padding_is_run,
+    "padding_drafts_ahead": padding_drafts_ahead,
 }
