@@ -1,0 +1,140 @@
+"""Engines that extract hidden states, what lies in their store, and dense references to compare with."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from tests.engine import TINY
+from tests.scenarios import generate, metrics, runner
+
+# Tiny models of one family each, as transformers makes them: three layers, so that the last is not the second.
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma3": ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
+}
+
+
+def extract(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
+    """Engine arguments for extracting these layers' hidden states."""
+    hf_config = {} if layer_ids is None else {"eagle_aux_hidden_state_layer_ids": layer_ids}
+    config = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": hf_config},
+    }
+    return {"speculative_config": config | more}
+
+
+def write_model(family: str, folder: Path) -> str:
+    """Writes a tiny model of that family, with random weights, and returns its path."""
+    import transformers
+
+    name, more = FAMILIES[family]
+    suffix = "TextConfig" if family == "gemma3" else "Config"
+    config = getattr(transformers, name + suffix)(**SIZES | more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms: all ones would hide a norm too many or too few
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class StoreReader:
+    """Reads, after every step, all rows that the store holds of the running requests, through their block tables."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.rows: dict[str, torch.Tensor] = {}
+        self.steps = 0
+        self._runner = runner(llm)
+        self._drafter = self._runner.drafter
+        self._propose = self._drafter.propose
+        self._drafter.propose = self._read
+
+    def _read(self, cad: Any) -> Any:
+        drafts = self._propose(cad)
+        self.steps += 1
+        store = self._drafter.store
+        batch = self._runner.input_batch
+        table = batch.block_table[store.kv_cache_group_id].get_device_tensor(batch.num_reqs)
+        for i, req_id in enumerate(batch.req_ids):
+            length = int(cad.seq_lens[i])
+            blocks = table[i, : -(-length // store.block_size)].long()
+            self.rows[req_id.split("-")[0]] = store.rows[blocks].flatten(0, 1)[:length].clone()
+        return drafts
+
+
+@functools.cache
+def dense(model: str) -> Callable[[list[int]], torch.Tensor]:
+    """Token ids to `[num_tokens, num_layers + 1, hidden_size]` by transformers: the stream by vLLM's ids."""
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    after_last: list[torch.Tensor] = []
+    layers = reference.model.layers
+    layers[-1].register_forward_hook(lambda m, a, out: after_last.append(out[0] if isinstance(out, tuple) else out))
+
+    @torch.no_grad()
+    def run(token_ids: list[int]) -> torch.Tensor:
+        after_last.clear()
+        states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        return torch.cat([*states[:-1], after_last[0]]).transpose(0, 1)
+
+    return run
+
+
+def prompts(count: int, shared: int = 0) -> list[list[int]]:
+    """Random token ids; every prompt begins with the same `shared` tokens."""
+    generator = torch.Generator().manual_seed(count)
+    start = torch.randint(1, 128, (shared,), generator=generator).tolist()
+    lengths = torch.randint(3, 150, (count,), generator=generator).tolist()
+    return [start + torch.randint(1, 128, (n,), generator=generator).tolist() for n in lengths]
+
+
+def parity(llm: LLM) -> dict[str, Any]:
+    """Compares every row of every layer of many requests with the dense reference."""
+    config = llm.llm_engine.vllm_config
+    reader = StoreReader(llm)
+    drafter = runner(llm).drafter
+    worst, checked, short = 0.0, 0, 0
+    for batch in (prompts(1), prompts(16), prompts(8, shared=96), prompts(8, shared=96)):
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        for output in generate(llm, batch, params):
+            # The last token was sampled and not run.
+            tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+            expected = dense(config.model_config.model)(tokens)[:, list(drafter.plan.layer_ids)]
+            rows = reader.rows[output.request_id]
+            short += len(rows) < len(tokens)
+            rows = rows[: len(tokens)]
+            checked += rows.shape[0]
+            worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
+    return {
+        "worst": worst,
+        "rows": checked,
+        "short": short,
+        "steps": reader.steps,
+        "metrics": metrics(llm),
+        "blocks": config.cache_config.num_gpu_blocks,
+        "groups": [type(g.kv_cache_spec).__name__ for g in runner(llm).kv_cache_config.kv_cache_groups],
+    }
