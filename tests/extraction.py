@@ -1,6 +1,7 @@
 """Engines that extract hidden states, what lies in their store, and dense references to compare with."""
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.engine import TINY
+from tests.oracle.dense import DenseModel, Reference
 from tests.scenarios import generate, metrics, runner
 
 # Tiny models of one family each, as transformers makes them: three layers, so that the last is not the second.
@@ -87,7 +88,26 @@ class StoreReader:
 
 @functools.cache
 def dense(model: str) -> Callable[[list[int]], torch.Tensor]:
-    """Token ids to `[num_tokens, num_layers + 1, hidden_size]` by transformers: the stream by vLLM's ids."""
+    """Token ids to `[num_tokens, num_layers + 1, hidden_size]`, the residual stream by vLLM's ids.
+
+    By this project's own reference for Step-3.5, which transformers doesn't have, and by transformers for the others.
+    """
+    config = json.loads(Path(model, "config.json").read_text())
+    return _by_reference(model) if config["model_type"].startswith("step3p5") else _by_transformers(model)
+
+
+def _by_reference(model: str) -> Callable[[list[int]], torch.Tensor]:
+    weights = DenseModel(Path(model))
+
+    def run(token_ids: list[int]) -> torch.Tensor:
+        reference = Reference(weights)
+        reference.update(token_ids, len(token_ids) - 1)
+        return reference.residual_stream()
+
+    return run
+
+
+def _by_transformers(model: str) -> Callable[[list[int]], torch.Tensor]:
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
