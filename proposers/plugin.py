@@ -17,6 +17,8 @@ from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, kn
 
 logger = logging.getLogger("vllm.proposers")
 
+CONNECTOR = "HiddenStatesConnector"
+
 
 def register() -> None:
     """Entry point in the group `vllm.general_plugins`.
@@ -32,6 +34,15 @@ def register() -> None:
 
     check_vllm_version(vllm.__version__)
     apply_patches(START_UP_FIXES + (DRAFTING + EXTRACTION if mode is Mode.ON else ()), vllm.__version__)
+    if mode is Mode.ON:
+        _register_connector()
+
+
+def _register_connector() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "proposers.hidden_states.connector", CONNECTOR)
 
 
 # Start-up fixes: for models that vLLM itself can't start.
@@ -426,6 +437,15 @@ def _row_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
     return supplementary_bytes_per_block(kv_cache_groups, ExtractionPlan.of(vllm_config).row_bytes)
 
 
+def _hold_back_until_written(original: Any) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        hold_back = getattr(self.connector, "hold_back", None)
+        return outputs if hold_back is None else hold_back(outputs)
+
+    return update_from_output
+
+
 _NO_REGISTRY = "none yet: the runner has no registry of proposers"
 _PLUGIN_PROPOSERS = "vLLM lets a plugin name the proposer of a method"
 
@@ -513,5 +533,14 @@ EXTRACTION = (
         why="the number of blocks is what remains after the rows have had their share.",
         upstream="none yet",
         until="a KVCacheConfig can hold supplementary tensors",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        parameters=("self", "scheduler_output", "model_runner_output"),
+        replace=_hold_back_until_written,
+        why="a finished output leaves in the step in which the request ends, and a connector's transfers begin in the "
+        "next: the path in it would be that of a file which doesn't exist yet, or never will.",
+        upstream="none yet",
+        until="a connector can hold back the outputs of requests whose transfer is not done",
     ),
 )
