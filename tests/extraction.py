@@ -110,7 +110,9 @@ def _by_reference(model: str) -> Callable[[list[int]], torch.Tensor]:
 def _by_transformers(model: str) -> Callable[[list[int]], torch.Tensor]:
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
     after_last: list[torch.Tensor] = []
     layers = reference.model.layers
     layers[-1].register_forward_hook(lambda m, a, out: after_last.append(out[0] if isinstance(out, tuple) else out))
