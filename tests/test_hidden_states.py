@@ -1,15 +1,21 @@
 """Records from a real engine: after a path was handed out, its file is there, whole and right."""
 
+import json
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from proposers.hidden_states import load
 from tests import records
-from tests.engine import ChildFailedError, Run, run
+from tests.engine import TINY, ChildFailedError, Run, run
 from tests.extraction import extract
 from tests.records import LAYERS, RING_BYTES, records_engine
+from tests.test_server import counter, free_port, serving
 
 # The host's arithmetic and the reference's differ in the last bits of float32.
 TOLERANCE = 2e-5
@@ -176,3 +182,40 @@ def test_a_connector_without_extraction_stops_the_engine_with_a_remedy(tmp_path:
     engine = {key: value for key, value in records_engine(tmp_path).items() if key not in extract(LAYERS)}
     with pytest.raises(ChildFailedError, match="Give a speculative_config with that method"):
         run(records.two_ranks, engine, root=str(tmp_path))
+
+
+def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Path) -> None:
+    arguments = records_engine(tmp_path / "records")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY, "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "512"]
+    for key, value in arguments.items():
+        command += [f"--{key.replace('_', '-')}", json.dumps(value)]
+    with serving(tmp_path / "server.log", command, free_port()) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def complete(**kv_transfer_params: Any) -> Any:
+            extra = {"kv_transfer_params": kv_transfer_params, "ignore_eos": True}
+            return client.completions.create(
+                model=TINY, prompt=[5, 6, 7, 8], max_tokens=9, temperature=0, extra_body=extra
+            )
+
+        answer = complete(include_output_tokens=True, name="from/http")
+        record = load(answer.kv_transfer_params["hidden_states_path"])
+        refused = complete(name="../from/http")
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda _: complete().kv_transfer_params["hidden_states_path"], range(16)))
+        assert all(load(path).info.rows == 4 for path in together)
+        metrics = server.get("/metrics")
+        assert "Traceback" not in server.log.read_text()
+        server.process.terminate()
+        assert server.process.wait(timeout=60) == 0
+    assert (record.info.rows, record.info.first_position) == (4 + 8, 0)
+    assert record.token_ids[:4].tolist() == [5, 6, 7, 8]
+    assert answer.kv_transfer_params["hidden_states_path"] == str(tmp_path / "records" / "from" / "http.safetensors")
+    assert "leads out of the storage root" in refused.kv_transfer_params["error"]
+    assert refused.choices[0].text == answer.choices[0].text
+    assert len(set(together)) == 16
+    assert counter(metrics, "vllm:hidden_states_records_written") == 17
+    assert counter(metrics, "vllm:hidden_states_records_failed") == 1
+    assert len(records.files(tmp_path / "records")) == 17
+    assert not list((tmp_path / "records").glob(".writing-*"))

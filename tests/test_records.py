@@ -387,3 +387,13 @@ def test_rows_of_any_blocks_arrive_through_a_ring_of_any_size(
 def test_a_ring_that_cannot_hold_two_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="ring_bytes=200 and the hidden states of one token take 128"):
         RowTransfer(store(1, 1), Ring(200, pinned=False))
+
+
+def test_when_the_engine_fails_in_the_middle_of_a_copy_the_writers_do_not_wait_for_it(tmp_path: Path) -> None:
+    writers, record = Writers([FileSink(Storage(tmp_path))], max_age=60), job("half", 20)
+    writers.submit(record)
+    record.parts.put(None)
+    writers.close()
+    (result,) = writers.take_results()
+    assert "the engine failed" in result.error
+    assert files(tmp_path) == []

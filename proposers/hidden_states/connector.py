@@ -105,6 +105,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.stats = HiddenStatesStats()
         if role is KVConnectorRole.SCHEDULER:
             self._anchor = anchor_group(kv_cache_config)
+            self._block_size = kv_cache_config.kv_cache_groups[self._anchor].kv_cache_spec.block_size
             self._plan = ExtractionPlan.of(vllm_config)
             self._takes: list[Take] = []
             self._number = 0
@@ -152,6 +153,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if request.prompt_token_ids is None:
             raise ValueError("The prompt was given as embeddings, and a record is of token ids. Give token ids.")
         start, stop = wanted.rows(request.num_prompt_tokens, request.num_tokens)
+        blocks = list(block_ids[self._anchor])
+        if len(blocks) * self._block_size < stop:
+            raise ValueError(f"Rows [{start}, {stop}) were asked for and the request has {len(blocks)} blocks left.")
         reason = RequestStatus.get_finished_reason(request.status)
         info = RecordInfo(
             layer_ids=self._plan.layer_ids,
@@ -166,7 +170,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._number += 1
         token_ids = list(request.all_token_ids[start:stop])
-        return Take(info, list(block_ids[self._anchor]), wanted.name, self._number, token_ids)
+        return Take(info, blocks, wanted.name, self._number, token_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> HiddenStatesMetadata:
         takes, self._takes = self._takes, []
@@ -242,7 +246,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             job = Job(name, take.name is None, take.info, take.token_ids, row_shape)
             batch.append((job, take.block_ids))
             self._writers.submit(job)
-        was_read = self._transfer.submit(batch)
+        try:
+            was_read = self._transfer.submit(batch)
+        except BaseException:
+            for job, _ in batch:  # or the writers would wait for their rows forever
+                job.parts.put(None)
+            raise
         self._reading |= dict.fromkeys((take.info.request_id for take in takes), was_read)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

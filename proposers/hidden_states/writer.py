@@ -116,7 +116,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Job:
-    """One record to write; its rows come as parts, in order.
+    """One record to write; its rows come as parts, in order, and None says that no more will come.
 
     Attributes:
         name: path under the storage root without suffix, or the name within a shard.
@@ -129,7 +129,7 @@ class Job:
     info: RecordInfo
     token_ids: Sequence[int]
     row_shape: tuple[int, int]
-    parts: "queue.SimpleQueue[Part]" = field(default_factory=queue.SimpleQueue)
+    parts: "queue.SimpleQueue[Part | None]" = field(default_factory=queue.SimpleQueue)
     missing: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -155,6 +155,9 @@ class Job:
         yield memoryview(token_ids).cast("B")
         while self.missing:
             part = self.parts.get()
+            if part is None:
+                self.missing = 0
+                raise RuntimeError("the engine failed before all rows were copied")
             self.missing -= len(part.memory)
             try:
                 part.wait()
