@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from bench import compare, demo, oracle
+from bench import compare, demo, extract, oracle
 
-COMMANDS = {"compare": compare, "demo": demo, "oracle": oracle}
+COMMANDS = {"compare": compare, "demo": demo, "extract": extract, "oracle": oracle}
 
 
 def main() -> int:

@@ -104,12 +104,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_mode(spec: dict[str, Any]) -> dict[str, Any]:
-    """Runs `bench.worker` for one mode, passing its progress on to stderr."""
+def run_mode(spec: dict[str, Any], worker: str = "bench.worker") -> dict[str, Any]:
+    """Runs the worker module for one mode, passing its progress on to stderr."""
     with tempfile.TemporaryDirectory() as folder:
         spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
         spec_file.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "bench.worker", str(spec_file), str(result_file)]
+        command = [sys.executable, "-m", worker, str(spec_file), str(result_file)]
         log: deque[str] = deque(maxlen=60)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             assert process.stdout is not None
@@ -178,10 +178,14 @@ def format_table(result: dict[str, Any]) -> str:
     if any("acceptance_vs_reference" in entry for entry in modes.values()):
         ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
         rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
+    return "\n".join([table(rows), f"lossless: {json.dumps(result['lossless'])}"])
+
+
+def table(rows: list[list[str]]) -> str:
+    """Columns as wide as they need to be, and a rule below the first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    rule = "-" * len(max(lines, key=len))
-    return "\n".join([lines[0], rule, *lines[1:], f"lossless: {json.dumps(result['lossless'])}"])
+    return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

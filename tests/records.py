@@ -117,7 +117,7 @@ def many(llm: LLM, root: str) -> dict[str, Any]:
         "an unknown key": ask(hidden_states_path="x"),
     }
     outputs = generate(llm, prompts(*[60] * len(refused)), list(refused.values()))
-    left = connector(llm)._ring.peak_bytes, connector(llm)._transfer.gathers
+    left = connector(llm).peak_host_bytes, connector(llm)._transfer.gathers
     return {
         "batches": batches,
         "refused": dict(zip(refused, outputs, strict=True)),

@@ -275,6 +275,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         written, self._written = self._written, []
         return HiddenStatesWorkerMetadata(written) if written else None
 
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most that waited for the writers at one time."""
+        return self._ring.peak_bytes
+
     def get_finished_count(self) -> int:
         """One rank reports each request."""
         return 1

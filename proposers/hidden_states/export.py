@@ -85,9 +85,7 @@ class Exporter(ABC):
 
 class Speculators(Exporter):
     normed = False
-    convention = (
-        "id i is the residual stream entering layer i, N that leaving the last; the last hidden state is unnormed"
-    )
+    convention = "id i is the stream entering layer i, N that leaving the last; the last hidden state is unnormed"
 
     def write(self, out: Path, index: int, record: Record, aux: torch.Tensor, last: torch.Tensor) -> None:
         states = torch.cat([aux, last[:, None]], dim=1)
@@ -96,9 +94,7 @@ class Speculators(Exporter):
 
 class ModelOpt(Exporter):
     normed = True
-    convention = (
-        "id i is hidden_states[i] of transformers, the stream entering layer i; the last hidden state is normed"
-    )
+    convention = "id i is hidden_states[i] of transformers, the stream entering layer i; the last one is normed"
 
     def write(self, out: Path, index: int, record: Record, aux: torch.Tensor, last: torch.Tensor) -> None:
         conversation_id = f"{index:08d}"
@@ -191,9 +187,7 @@ def _check(record: Record, consumer: str, exporter: Exporter, others: tuple[int,
     if info.layer_ids != others:
         raise ValueError(f"{name} has the layers {info.layer_ids} and the first one {others}: export them apart.")
     if info.num_layers not in info.layer_ids:
-        raise ValueError(
-            f"{name} has the layers {info.layer_ids} and {consumer} needs {info.num_layers}: extract it too."
-        )
+        raise ValueError(f"{name} has the layers {info.layer_ids}; {consumer} needs {info.num_layers}: extract it too.")
     if min(info.layer_ids) + exporter.id_offset < 0:
         raise ValueError(f"{name} has layer 0, the embeddings' output, which {consumer} has no id for.")
     if len(record.token_ids) != len(record.hidden_states):
