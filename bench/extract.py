@@ -1,6 +1,7 @@
 """What it costs to extract hidden states, and whether every row is right: none, upstream and ours side by side."""
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from bench.spread import quartiles
 from bench.worker import PROPOSERS_MODE
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
+
+COUNTS = ("rows", "rows_wrong", "files_missing", "num_gpu_blocks", "copies", "peak_host_bytes")
 
 # A row is wrong if it is further from the reference than rounding explains, relative to its largest value.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
@@ -151,9 +154,8 @@ def load_any(path: str, load: Callable[[str], Any]) -> tuple[Any, list[int]]:
 def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
     """Token ids to `[T, N + 1, H]` in float32, computed without the engine; equal sequences once."""
     sys.path.insert(0, str(ROOT))  # the reference lives with the tests, which are not installed
-    from tests.extraction import dense
-
-    return cache(lambda tokens: dense(model)(list(tokens)))
+    dense = importlib.import_module("tests.extraction").dense(model)
+    return cache(lambda tokens: dense(list(tokens)))
 
 
 def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -189,13 +191,9 @@ def format_table(result: dict[str, Any]) -> str:
     modes = result["modes"]
     rows = [["", *modes]]
     for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
-        spreads = (entry.get(key) for entry in modes.values())
-        rows.append(
-            [key, *("-" if s is None else f"{s['median']:.0f} [{s['q1']:.0f}, {s['q3']:.0f}]" for s in spreads)]
-        )
-    for key in ("overhead_prefill", "overhead_decode", "rows", "rows_wrong", "files_missing", "num_gpu_blocks"):
-        rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
-    for key in ("copies", "peak_host_bytes"):
+        speeds = (entry.get(key) for entry in modes.values())
+        rows.append([key, *("-" if s is None else f"{s['median']:.0f} [{s['q1']:.0f}, {s['q3']:.0f}]" for s in speeds)])
+    for key in ("overhead_prefill", "overhead_decode", *COUNTS):
         rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
     failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]
     return "\n".join([table(rows), *failed])

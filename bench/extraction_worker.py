@@ -105,7 +105,8 @@ def host_bytes(spec: dict[str, Any]) -> int | None:
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     report_progress("starting the engine")
     llm = build_engine(spec)
-    engine, result = llm.llm_engine, {**describe_engine(llm), "runs": [], "answers": []}
+    engine = llm.llm_engine
+    result: dict[str, Any] = {**describe_engine(llm), "runs": [], "answers": []}
     run_prompts(engine, spec, spec["prompts"], 4, "warm-up")
     for run in range(spec["runs"]):
         report_progress(f"run {run + 1} of {spec['runs']}")
