@@ -46,7 +46,9 @@ class ExtractHiddenStatesProposer:
             return
         row_shape = (len(self.plan.layer_ids), self.plan.hidden_size)
         max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self.rows = torch.zeros(max_num_tokens, *row_shape, dtype=self.plan.dtype, device=device)
+        # Until something else is written, which the first step checks.
+        self.rows = torch.full((max_num_tokens, *row_shape), torch.nan, dtype=self.plan.dtype, device=device)
+        self._checked = False
         self.slot_mapping = torch.full((max_num_tokens,), PADDING_SLOT_ID, dtype=torch.int64, device=device)
         self.layer = CacheOnlyAttention(vllm_config, LAYER_NAME, *row_shape, self.plan.dtype)
 
@@ -114,8 +116,22 @@ class ExtractHiddenStatesProposer:
         cad = common_attn_metadata
         if self._keeps:
             num_tokens = cad.num_actual_tokens
+            self._check_captures(num_tokens)
             self.group.block_table = cad.block_table_tensor
             req_indices, positions = rows_of_step(cad)
             write_slot_mappings([self.group], cad.num_reqs, req_indices, positions, self.max_model_len, num_tokens)
             self.layer(self.rows[:num_tokens], self.slot_mapping[:num_tokens])
         return [[] for _ in range(cad.num_reqs)]
+
+    def _check_captures(self, num_tokens: int) -> None:
+        """Once, since it waits for the device: a model that doesn't call its layers would leave everything unset."""
+        if self._checked:
+            return
+        self._checked = True
+        unset = self.rows[:num_tokens].isnan().all(dim=2).all(dim=0).tolist()
+        if missing := [layer_id for layer_id, empty in zip(self.plan.layer_ids, unset, strict=True) if empty]:
+            raise RuntimeError(
+                f"The hidden states of layers {missing} were not captured in the first step, or are not a number "
+                "throughout. If the weights are sound, this vLLM or model runs its layers in a way that is not known: "
+                "please report it; MTP_PROPOSERS=upstream goes back to vLLM's own extraction."
+            )

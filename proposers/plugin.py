@@ -7,12 +7,12 @@ until everything that it is going to change has been checked, and raises where i
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, get_args
 
 from packaging.specifiers import SpecifierSet
 
 from mtp.compat import Patch, apply_patches, check_vllm_version
-from proposers.extraction import ExtractionPlan, check_and_draft_nothing, extracts
+from proposers.extraction import METHOD, ExtractionPlan, check_and_draft_nothing, extracts
 from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, known_architecture, load_proposer
 
 logger = logging.getLogger("vllm.proposers")
@@ -285,6 +285,10 @@ def _draft_nothing(original: Any) -> Any:
     return __post_init__
 
 
+def _allow_async_scheduling(original: Any) -> Any:
+    return Literal[(*get_args(original), METHOD)]
+
+
 def _other_graph(original: Any) -> Any:
     def compute_hash(self: Any) -> str:
         digest: str = original(self)
@@ -438,6 +442,15 @@ EXTRACTION = (
         "with no drafts at all it verifies one. Layer ids and configurations are checked here, before a process starts.",
         upstream="none yet",
         until="vLLM's extraction drafts nothing and checks its layer ids",
+    ),
+    Patch(
+        target="vllm.config.vllm:EagleModelTypes",
+        parameters=("args", "kwargs"),  # of any `Literal`
+        replace=_allow_async_scheduling,
+        why="vLLM turns asynchronous scheduling off for methods that are not in this list, whose only other use is to "
+        "refuse it. Without drafts a step is scheduled as without speculation.",
+        upstream="none yet",
+        until="vLLM's extraction drafts nothing",
     ),
     Patch(
         target="vllm.config.speculative:SpeculativeConfig.compute_hash",

@@ -30,6 +30,16 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
+    # Layers that hand on a residual which nobody adds.
+    "cohere": ("Cohere", {"logit_scale": 1.0, "eos_token_id": 0, "layer_norm_eps": 1e-5}),
+    # Layers without a residual.
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_inner": 96, "n_positions": 512, "vocab_size": 128}),
+    "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
+    "mimo": ("Qwen2", {}),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {}),
+    "minicpm": ("Llama", {}),
+    "deepseek": ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 2, "first_k_dense_replace": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64}),
     "gemma3": ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
 }
 
@@ -112,7 +122,7 @@ def _by_transformers(model: str) -> Callable[[list[int]], torch.Tensor]:
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     after_last: list[torch.Tensor] = []
-    layers = reference.model.layers
+    layers = reference.model.layers if hasattr(reference, 'model') else reference.transformer.h
     layers[-1].register_forward_hook(lambda m, a, out: after_last.append(out[0] if isinstance(out, tuple) else out))
 
     @torch.no_grad()
@@ -156,5 +166,6 @@ def parity(llm: LLM) -> dict[str, Any]:
         "steps": reader.steps,
         "metrics": metrics(llm),
         "blocks": config.cache_config.num_gpu_blocks,
+        "async": config.scheduler_config.async_scheduling,
         "groups": [type(g.kv_cache_spec).__name__ for g in runner(llm).kv_cache_config.kv_cache_groups],
     }
