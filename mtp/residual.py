@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.utils.torch_utils import direct_register_custom_op
 
 
 def capture_residual_stream(
@@ -134,13 +135,26 @@ def _keep_exit(layer: Any, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _keep(layer: Any, column: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-    stream = hidden if residual is None else hidden + residual
-    if stream.dim() == 3 and stream.shape[0] == 1:  # the layers of transformers have a batch dimension
-        stream = stream[0]
+    if hidden.dim() == 3 and hidden.shape[0] == 1:  # the layers of transformers have a batch dimension
+        hidden = hidden[0]
     buffer = layer.residual_buffer
-    if stream.dim() != 2 or stream.shape[1] != buffer.shape[2]:
+    if hidden.dim() != 2 or hidden.shape[1] != buffer.shape[2]:
         raise ValueError(
-            f"The stream in {type(layer).__name__} has the shape {list(stream.shape)} and not [num_tokens, "
+            f"The stream in {type(layer).__name__} has the shape {list(hidden.shape)} and not [num_tokens, "
             f"{buffer.shape[2]}], so hidden states can't be extracted. Please report the architecture."
         )
-    buffer[: stream.shape[0], column].copy_(stream)
+    torch.ops.vllm.keep_residual_stream(buffer, column, hidden, residual)
+
+
+def _keep_residual_stream(
+    buffer: torch.Tensor, column: int, hidden: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    rows = buffer[: hidden.shape[0], column]
+    if residual is None:
+        rows.copy_(hidden)
+    else:
+        torch.add(hidden, residual, out=rows)
+
+
+# An operator of its own: Inductor turns the same lines in a graph into a copy of the whole buffer, there and back.
+direct_register_custom_op("keep_residual_stream", _keep_residual_stream, mutates_args=["buffer"])

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from vllm import LLM, SamplingParams
 
+from tests import mimo
 from tests.oracle.dense import DenseModel, Reference
-from tests.scenarios import generate, metrics, runner
+from tests.scenarios import class_path, generate, metrics, runner
 
-# Tiny models of one family each, as transformers makes them: three layers, so that the last is not the second.
+# Tiny models as transformers makes them: three layers, so that the last one is not the second.
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -27,25 +28,29 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
+MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,  # with the next one the only size that the CPU backend has
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 3,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen3": ("Qwen3", {}),
-    # Layers that hand on a residual which nobody adds.
-    "cohere": ("Cohere", {"logit_scale": 1.0, "eos_token_id": 0, "layer_norm_eps": 1e-5}),
-    # Layers without a residual.
-    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 2, "n_inner": 96, "n_positions": 512, "vocab_size": 128}),
-    "gemma2": ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 32}),
-    "mimo": ("Qwen2", {}),
-    "olmo2": ("Olmo2", {}),
-    "phi3": ("Phi3", {}),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "conv_L_cache":3, "conv_dim":64,"conv_bias":False, "conv_use_xavier_init":False,"block_multiple_of":32,"block_ffn_dim_multiplier":1.0,"block_dim":64,"block_ff_dim":96,"block_use_swiglu":True,"block_norm_eps":1e-5,"block_mlp_init_scale":1.0,"block_out_init_scale":1.0}),
-    "qwen3next": ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 4, "num_experts_per_tok":2, "decoder_sparse_step":1, "mlp_only_layers":[0,1], "linear_num_key_heads":2, "linear_num_value_heads":2, "linear_key_head_dim":32, "linear_value_head_dim":32, "moe_intermediate_size":64,"shared_expert_intermediate_size":64, "partial_rotary_factor":0.5}),
-    "deepseek": ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 512, "head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "num_key_value_heads": 2, "first_k_dense_replace": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 64}),
-    "gemma3": ("Gemma3", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
+    # Its layers hand on a residual that nobody adds.
+    "cohere": ("CohereConfig", {"logit_scale": 1.0}),
+    # Short convolutions and full attention.
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "conv_dim": 64, "block_dim": 64}),
+    "deepseek": ("DeepseekV3Config", MLA),
 }
 
 
-def extract(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
+def extract(layer_ids: Any, **more: Any) -> dict[str, Any]:
     """Engine arguments for extracting these layers' hidden states."""
     hf_config = {} if layer_ids is None else {"eagle_aux_hidden_state_layer_ids": layer_ids}
     config = {
@@ -56,15 +61,16 @@ def extract(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
     return {"speculative_config": config | more}
 
 
+@functools.cache
 def write_model(family: str, folder: Path) -> str:
     """Writes a tiny model of that family, with random weights, and returns its path."""
+    if family == "mimo":
+        return mimo.write_checkpoint(folder)
     import transformers
 
     name, more = FAMILIES[family]
-    suffix = "TextConfig" if family == "gemma3" else "Config"
-    config = getattr(transformers, name + suffix)(**SIZES | more)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | more))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms: all ones would hide a norm too many or too few
@@ -90,13 +96,47 @@ class StoreReader:
         for i, req_id in enumerate(batch.req_ids):
             length = int(self._runner.seq_lens[i])
             blocks = table[i, : -(-length // store.block_size)].long()
-            self.rows[req_id.split("-")[0]] = store.rows[blocks].flatten(0, 1)[:length].clone()
+            self.rows[plain_id(req_id)] = store.rows[blocks].flatten(0, 1)[:length].clone()
         return self._sample(*args)
+
+
+class Witness:
+    """Writes down the stream of every token as the layers saw it, by hooks of its own, where nothing else can tell.
+
+    (vLLM's CPU build computes MLA and short convolutions otherwise than transformers does, with or without us.)
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.streams: dict[str, dict[int, torch.Tensor]] = {}
+        self._runner = runner(llm)
+        self._seen: list[torch.Tensor] = []
+        model = self._runner.model.model
+        for layer in model.layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.layers[-1].register_forward_hook(lambda layer, args, output: self._seen.append(sum(output)))
+        self._runner.model.register_forward_hook(self._sort)
+
+    def _enter(self, layer: Any, args: Any, kwargs: Any) -> None:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self._seen.append(sum(given))
+
+    def _sort(self, model: Any, args: Any, output: Any) -> None:
+        streams, self._seen = torch.stack(self._seen, dim=1), []
+        starts = self._runner.query_start_loc.cpu.tolist()
+        for i, req_id in enumerate(self._runner.input_batch.req_ids):
+            rows = streams[starts[i] : starts[i + 1]]
+            first = int(self._runner.seq_lens[i]) - len(rows)
+            self.streams.setdefault(plain_id(req_id), {}).update(enumerate(rows, first))
+
+
+def plain_id(req_id: str) -> str:
+    """The id of a request without what vLLM has put after it."""
+    return req_id.split("-")[0]
 
 
 @functools.cache
 def dense(model: str) -> Callable[[list[int]], torch.Tensor]:
-    """Token ids to `[num_tokens, num_layers + 1, hidden_size]`, the residual stream by vLLM's ids.
+    """Token ids to `[num_tokens, num_layers + 1, hidden_size]`, the residual stream by its ids.
 
     By this project's own reference for Step-3.5, which transformers doesn't have, and by transformers for the others.
     """
@@ -118,16 +158,19 @@ def _by_reference(model: str) -> Callable[[list[int]], torch.Tensor]:
 def _by_transformers(model: str) -> Callable[[list[int]], torch.Tensor]:
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    after_last: list[torch.Tensor] = []
-    layers = reference.model.layers if hasattr(reference, 'model') else reference.transformer.h
-    layers[-1].register_forward_hook(lambda m, a, out: after_last.append(out[0] if isinstance(out, tuple) else out))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    reference = load(model, dtype=torch.float32, attn_implementation="eager")
+    # The last of its hidden states has been through the final norm.
+    last: list[torch.Tensor] = []
+    reference.model.layers[-1].register_forward_hook(
+        lambda layer, args, output: last.append(output[0] if isinstance(output, tuple) else output)
+    )
 
     @torch.no_grad()
     def run(token_ids: list[int]) -> torch.Tensor:
-        after_last.clear()
+        last.clear()
         states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        return torch.cat([*states[:-1], after_last[0]]).transpose(0, 1)
+        return torch.cat([*states[:-1], last[0]]).transpose(0, 1)
 
     return run
 
@@ -140,31 +183,41 @@ def prompts(count: int, shared: int = 0) -> list[list[int]]:
     return [start + torch.randint(1, 128, (n,), generator=generator).tolist() for n in lengths]
 
 
-def parity(llm: LLM) -> dict[str, Any]:
-    """Compares every row of every layer of many requests with the dense reference."""
-    config = llm.llm_engine.vllm_config
-    reader = StoreReader(llm)
-    drafter = runner(llm).drafter
-    worst, checked, short = torch.zeros(len(drafter.plan.layer_ids)), 0, 0
+def state(llm: LLM) -> dict[str, Any]:
+    """What extracts, in which layout, and how it went."""
+    config, drafter = llm.llm_engine.vllm_config, runner(llm).drafter
+    return {
+        "proposer": class_path(drafter),
+        "metrics": metrics(llm),
+        "num_blocks": config.cache_config.num_gpu_blocks,
+        "specs": [type(g.kv_cache_spec).__name__ for g in runner(llm).kv_cache_config.kv_cache_groups],
+        "store": [*drafter.store.rows.shape] if getattr(drafter, "store", None) else None,
+    }
+
+
+def parity(llm: LLM, *, witnessed: bool = False) -> dict[str, Any]:
+    """Compares every row of every layer of many requests with the dense reference, or with what the layers saw.
+
+    Returns:
+        the largest error of each layer over the largest value of that layer, and counts.
+    """
+    reader, witness = StoreReader(llm), Witness(llm) if witnessed else None
+    layer_ids = list(runner(llm).drafter.plan.layer_ids)
+    worst, num_rows, num_missing = torch.zeros(len(layer_ids)), 0, 0
+    # The last batch finds the prefixes of the one before it in the cache, and so do its own later requests.
     for batch in (prompts(1), prompts(16), prompts(8, shared=96), prompts(8, shared=96)):
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        for output in generate(llm, batch, params):
+        for output in generate(llm, batch, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)):
             # The last token was sampled and not run.
             tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
-            expected = dense(config.model_config.model)(tokens)[:, list(drafter.plan.layer_ids)]
-            rows = reader.rows[output.request_id]
-            short += len(rows) < len(tokens)
-            rows = rows[: len(tokens)]
-            checked += rows.shape[0]
-            error = (rows.float() - expected).abs().amax((0, 2)) / expected.abs().amax((0, 2))
-            worst = torch.maximum(worst, error)
-    return {
-        "worst": worst.tolist(),
-        "rows": checked,
-        "short": short,
-        "steps": reader.steps,
-        "metrics": metrics(llm),
-        "blocks": config.cache_config.num_gpu_blocks,
-        "async": config.scheduler_config.async_scheduling,
-        "groups": [type(g.kv_cache_spec).__name__ for g in runner(llm).kv_cache_config.kv_cache_groups],
-    }
+            if witness is None:
+                expected = dense(llm.llm_engine.vllm_config.model_config.model)(tokens)
+            else:
+                seen = witness.streams[output.request_id]
+                expected = torch.stack([seen[position] for position in range(len(tokens))]).float()
+            rows = reader.rows[output.request_id][: len(tokens)].float()
+            num_missing += len(tokens) - len(rows)
+            num_rows += len(rows)
+            expected = expected[: len(rows), layer_ids]
+            worst = torch.maximum(worst, (rows - expected).abs().amax((0, 2)) / expected.abs().amax((0, 2)))
+    counts = {"num_rows": num_rows, "num_missing": num_missing, "num_steps": reader.steps}
+    return {"worst": worst.tolist(), **counts, **state(llm)}
