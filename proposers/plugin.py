@@ -7,12 +7,12 @@ until everything that it is going to change has been checked, and raises where i
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from mtp.compat import Patch, apply_patches, check_vllm_version
-from proposers.extraction import METHOD, ExtractionPlan, check_and_draft_nothing, extracts
+from proposers.extraction import ExtractionPlan, check_and_draft_nothing, extracts
 from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, known_architecture, load_proposer
 
 logger = logging.getLogger("vllm.proposers")
@@ -285,8 +285,14 @@ def _draft_nothing(original: Any) -> Any:
     return __post_init__
 
 
-def _allow_async_scheduling(original: Any) -> Any:
-    return Literal[(*get_args(original), METHOD)]
+def _copy_as_given(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("speculative_config")
+        if extracts(config):
+            config.num_speculative_tokens = config.num_speculative_tokens or 1
+        original(self, *args, **kwargs)
+
+    return __init__
 
 
 def _other_graph(original: Any) -> Any:
@@ -406,11 +412,10 @@ EXTRACTION = (
         until="vLLM's extraction drafts nothing and checks its layer ids",
     ),
     Patch(
-        target="vllm.config.vllm:EagleModelTypes",
-        parameters=("args", "kwargs"),  # of any `Literal`
-        replace=_allow_async_scheduling,
-        why="vLLM turns asynchronous scheduling off for methods that are not in this list, whose only other use is to "
-        "refuse it. Without drafts a step is scheduled as without speculation.",
+        target="vllm.config.vllm:VllmConfig.__init__",
+        parameters=("__dataclass_self__", "args", "kwargs"),
+        replace=_copy_as_given,
+        why="a copy of a config is validated like a new one, and no drafts would be refused.",
         upstream="none yet",
         until="vLLM's extraction drafts nothing",
     ),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from tests import mimo
 from tests.oracle.dense import DenseModel, Reference
@@ -221,3 +223,28 @@ def parity(llm: LLM, *, witnessed: bool = False) -> dict[str, Any]:
             worst = torch.maximum(worst, (rows - expected).abs().amax((0, 2)) / expected.abs().amax((0, 2)))
     counts = {"num_rows": num_rows, "num_missing": num_missing, "num_steps": reader.steps}
     return {"worst": worst.tolist(), **counts, **state(llm)}
+
+
+def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Generations, and how many positions each step verified."""
+    num_tokens, execute = [], runner(llm).execute_model
+
+    def counting(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            num_tokens.append(scheduler_output.total_num_scheduled_tokens)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner(llm).execute_model = counting
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **sampling})
+    tokens = [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
+    extracting = {"proposer": class_path(runner(llm).drafter)} if hasattr(runner(llm), "drafter") else {}
+    return {"tokens": tokens, "num_tokens": num_tokens, "metrics": metrics(llm), **extracting}
+
+
+def copies_rows(llm: LLM) -> bool:
+    """Whether the host's copy of a block, which some prefix hits of recurrent models call for, has its rows."""
+    model_runner, rows = runner(llm), runner(llm).drafter.store.rows
+    rows[3] = 1.0
+    rows[5] = 2.0
+    copy_kv_cache_blocks_inplace(model_runner.kv_caches, len(rows), [KVCacheBlockCopy(3, 5)])
+    return bool((rows[5] == 1.0).all())
