@@ -6,8 +6,10 @@ may not bring along. So they have no group and no spec: the rows lie in one tens
 *anchor*, a full-attention group of the target whose block table they share. Where the keys of a token are, there is
 its row; a block that is reused brings its rows along, and the scheduler knows nothing of them.
 
-Who owns what. The layer here owns the tensor, the host the block tables. What the rows cost is added to the bytes of
-a block before the number of blocks is fixed (`supplementary_bytes_per_block`), so that both fit.
+Who owns what. The layer here owns the tensor, the host the block tables and the slots: those of the anchor's layers in
+the same forward, so that a row can't lie anywhere but beside its keys, and padding, preemption and block sizes are no
+matter of ours. What the rows cost is added to the bytes of a block before the number of blocks is fixed
+(`supplementary_bytes_per_block`), so that both fit.
 """
 
 from collections.abc import Sequence
@@ -15,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, is_full_attention_spec
 
 
@@ -70,20 +73,6 @@ def _anchor(groups: Sequence[KVCacheGroupSpec]) -> int:
     return min(full, key=lambda gid: (groups[gid].kv_cache_spec.block_size, gid))
 
 
-def rows_of_step(cad: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request and the sequence position of each of the target's rows, `[num_actual_tokens]` int64 both.
-
-    From the lengths alone: `cad.positions` are rotary ones, which are others under M-RoPE.
-    """
-    starts, device = cad.query_start_loc, cad.query_start_loc.device
-    lens = starts.diff()
-    rows = torch.arange(cad.num_actual_tokens, device=device)
-    req_indices = torch.arange(cad.num_reqs, device=device).repeat_interleave(lens, output_size=cad.num_actual_tokens)
-    # A request's last row is at the end of its sequence.
-    ends = (cad.seq_lens - starts[1:]).long()
-    return req_indices, rows + ends[req_indices]
-
-
 class CacheOnlyImpl(AttentionImpl):
     """Writes rows to their slots, and attends to nothing."""
 
@@ -130,10 +119,11 @@ class CacheOnlyBackend(AttentionBackend):
 
 
 class CacheOnlyAttention(torch.nn.Module, AttentionLayerBase):
-    """The layer that owns the rows. It stands among the attention layers so that the host clears it as one of them.
+    """The layer that owns the rows. It stands among the attention layers, so the host clears it as one of them.
 
     Attributes:
         kv_cache: `[num_blocks, block_size, num_layers, hidden_size]`, empty until `allocate`.
+        anchor: a layer of the anchor group, by whose slots the rows are written.
 
     Raises:
         ValueError: at construction, when there is such a layer already.
@@ -146,18 +136,43 @@ class CacheOnlyAttention(torch.nn.Module, AttentionLayerBase):
         self.row_shape, self.dtype = (num_layers, hidden_size), dtype
         self.impl = CacheOnlyImpl()
         self.kv_cache = torch.tensor([])
+        self.anchor = ""
         layers = vllm_config.compilation_config.static_forward_context
         if name in layers:
-            raise ValueError(f"There is a layer {name} already: two drafters in one engine can't both store rows.")
+            raise ValueError(f"There is a layer {name} already: two extractors in one engine can't both store rows.")
         layers[name] = self
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-        # Not cleared: nobody reads a row that was not written, and clearing takes as long as a start.
-        self.bind_kv_cache(torch.empty(num_blocks, block_size, *self.row_shape, dtype=self.dtype, device=device))
-        return self.kv_cache
+    def allocate(self, kv_cache_config: KVCacheConfig, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Makes room for a row per slot of the anchor group, in place of what there was.
 
-    def forward(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        self.impl.do_kv_cache_update(self, rows, self.kv_cache, slot_mapping)
+        Returns:
+            the rows, and the anchor's id.
+
+        Raises:
+            ValueError: there is no group to anchor them to.
+        """
+        gid = anchor_group(kv_cache_config)
+        group = kv_cache_config.kv_cache_groups[gid]
+        self.anchor = group.layer_names[0]
+        shape = (kv_cache_config.num_blocks, group.kv_cache_spec.block_size, *self.row_shape)
+        # Not cleared: nobody reads a row that was not written, and clearing takes as long as a start.
+        self.bind_kv_cache(torch.empty(shape, dtype=self.dtype, device=device))
+        return self.kv_cache, gid
+
+    def forward(self, rows: torch.Tensor) -> bool:
+        """Writes the first rows of a forward, one for each slot, padding included.
+
+        Args:
+            rows: `[at least num_tokens, num_layers, hidden_size]`.
+
+        Returns:
+            whether there were slots; a profiling run has none.
+        """
+        slot_mapping = get_forward_context().slot_mapping.get(self.anchor)
+        if slot_mapping is None or self.kv_cache.numel() == 0:
+            return False
+        self.impl.do_kv_cache_update(self, rows[: slot_mapping.shape[0]], self.kv_cache, slot_mapping)
+        return True
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CacheOnlyBackend

@@ -1,8 +1,9 @@
 """Hidden-state extraction: nothing is drafted, and every token's hidden states are kept beside its keys and values.
 
-What is written when. The target's own forward writes the stream of the step's rows to a buffer (`mtp/residual.py`);
-after it `propose` scatters them to the slots of the anchor group (`mtp/supplementary.py`). A row is right from then on
-for as long as its block is the request's, or in the prefix cache.
+What is written when. The target's layers write the residual stream of their rows to a buffer (`mtp/residual.py`), and
+when its forward is over one scatter takes them to the slots of the anchor group (`mtp/supplementary.py`). Both are
+hooks of the model, so they are part of whatever graph it is captured in. From then on a row is right for as long as
+its block is the request's, or in the prefix cache.
 """
 
 from typing import Any
@@ -12,14 +13,10 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from mtp.groups import DraftGroup
 from mtp.residual import capture_residual_stream
-from mtp.slots import write_slot_mappings
-from mtp.supplementary import CacheOnlyAttention, SupplementaryStore, anchor_group, rows_of_step
+from mtp.supplementary import CacheOnlyAttention, SupplementaryStore
 from proposers.extraction import ExtractionPlan
 
 logger = init_logger(f"vllm.{__name__}")
@@ -32,34 +29,39 @@ class ExtractHiddenStatesProposer:
 
     Hidden states are the same on every tensor-parallel rank, so the first one keeps them and the others have neither
     buffer nor store.
+
+    Attributes:
+        plan: what is extracted.
+        store: the rows, once the KV cache is allocated; None before, and on a rank that keeps none.
+
+    Raises:
+        ValueError: at construction, for layer ids that the model doesn't have.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
-        self.vllm_config = vllm_config
-        self.device = device
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.plan = ExtractionPlan.of(vllm_config)
-        self.max_model_len = vllm_config.model_config.max_model_len
-        self.kv_cache_gid = -1
+        self.device = device
         self.store: SupplementaryStore | None = None
         self._keeps = get_tensor_model_parallel_rank() == 0
+        self._checked = False
         if not self._keeps:
             return
         row_shape = (len(self.plan.layer_ids), self.plan.hidden_size)
         max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self.rows = torch.zeros(max_num_tokens, *row_shape, dtype=self.plan.dtype, device=device)
-        self.slot_mapping = torch.full((max_num_tokens,), PADDING_SLOT_ID, dtype=torch.int64, device=device)
+        # A value that no model has in all of a row, until the first forward, which is checked, writes another.
+        self._unset = torch.finfo(self.plan.dtype).max
+        self.rows = torch.full((max_num_tokens, *row_shape), self._unset, dtype=self.plan.dtype, device=device)
         self.layer = CacheOnlyAttention(vllm_config, LAYER_NAME, *row_shape, self.plan.dtype)
 
-    # What the host calls before a step.
-
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Hooks the target's layers.
+        """Hooks the target.
 
         Raises:
             ValueError: its residual stream isn't found.
         """
         if self._keeps:
             capture_residual_stream(target_model, self.plan.layer_ids, self.plan.num_layers, self.rows)
+            target_model.register_forward_hook(self._keep_rows)
 
     def allocate(self, kv_cache_config: KVCacheConfig) -> torch.Tensor | None:
         """Makes the store for this KV cache, in place of an earlier one, and hands it to the KV connector.
@@ -70,13 +72,10 @@ class ExtractHiddenStatesProposer:
         Raises:
             ValueError: no full-attention group, or a connector that doesn't read hidden states.
         """
-        self.kv_cache_gid = gid = anchor_group(kv_cache_config)
         if not self._keeps:
             return None
-        block_size = kv_cache_config.kv_cache_groups[gid].kv_cache_spec.block_size
-        rows = self.layer.allocate(kv_cache_config.num_blocks, block_size, self.device)
-        self.group = DraftGroup(gid, block_size, self.slot_mapping)
-        self.store = SupplementaryStore(rows, gid, block_size, self.plan.layer_ids)
+        rows, gid = self.layer.allocate(kv_cache_config, self.device)
+        self.store = SupplementaryStore(rows, gid, rows.shape[1], self.plan.layer_ids)
         if has_kv_transfer_group():
             self._bind(get_kv_transfer_group(), self.store)
         return rows
@@ -85,37 +84,33 @@ class ExtractHiddenStatesProposer:
     def _bind(connector: Any, store: SupplementaryStore) -> None:
         if not hasattr(connector, "bind_store"):
             raise ValueError(
-                f"The KV connector {type(connector).__name__} doesn't take hidden states from "
-                "vllm-mtp-proposers, and what it brings in has none. Use HiddenStatesConnector, or "
+                f"The KV connector {type(connector).__name__} doesn't take hidden states from vllm-mtp-proposers, and "
+                "keys and values that it brings in come without them. Use HiddenStatesConnector, or "
                 "MTP_PROPOSERS=upstream for vLLM's own extraction."
             )
         connector.bind_store(store)
 
-    def validate_same_kv_cache_group(self, kv_cache_config: KVCacheConfig) -> None:
-        """The host's check of its own layout; the rows are in no group."""
+    def _keep_rows(self, model: torch.nn.Module, args: Any, output: Any) -> None:
+        stored = self.layer(self.rows)
+        # The first forward of a start on CUDA is a profiling run; a later one may be under capture, and can't be
+        # waited for.
+        if not self._checked and (not stored or self.device.type == "cpu"):
+            self._checked = True
+            self._check_captures()
+
+    def _check_captures(self) -> None:
+        unset = (self.rows[0] == self._unset).all(dim=1).tolist()
+        if missing := [layer_id for layer_id, empty in zip(self.plan.layer_ids, unset, strict=True) if empty]:
+            raise RuntimeError(
+                f"The hidden states of layers {missing} were not captured in the first forward: this vLLM or model "
+                "runs its layers in a way that is not known. Please report it; MTP_PROPOSERS=upstream goes back to "
+                "vLLM's own extraction."
+            )
+
+    # What the host asks of every drafter.
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any) -> None:
-        """Nothing here is captured: the hooks are part of the target's graphs."""
+        """Nothing to do: the hooks are part of the target's graphs."""
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """No model runs here, so there is nothing to profile, to warm up or to agree on with other ranks."""
-
-    # A step.
-
-    def propose(self, common_attn_metadata: CommonAttentionMetadata) -> list[list[int]]:
-        """Keeps the step's rows, and drafts nothing.
-
-        Args:
-            common_attn_metadata: of the anchor group.
-
-        Returns:
-            an empty list per request.
-        """
-        cad = common_attn_metadata
-        if self._keeps:
-            num_tokens = cad.num_actual_tokens
-            self.group.block_table = cad.block_table_tensor
-            req_indices, positions = rows_of_step(cad)
-            write_slot_mappings([self.group], cad.num_reqs, req_indices, positions, self.max_model_len, num_tokens)
-            self.layer(self.rows[:num_tokens], self.slot_mapping[:num_tokens])
-        return [[] for _ in range(cad.num_reqs)]
+        """Nothing to do: there is no model of its own to profile, to warm up, or to agree on with other ranks."""

@@ -72,8 +72,6 @@ def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
     """
     config = vllm_config.speculative_config
     ExtractionPlan.of(vllm_config)
-    if config.num_speculative_tokens == 0:
-        return  # a copy of a configuration that was checked
     if config.num_speculative_tokens != 1:
         raise ValueError(
             f"num_speculative_tokens={config.num_speculative_tokens}, and extract_hidden_states drafts nothing: "

@@ -296,6 +296,16 @@ def _draft_nothing(original: Any) -> Any:
     return __post_init__
 
 
+def _copy_as_given(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("speculative_config")
+        if extracts(config):
+            config.num_speculative_tokens = config.num_speculative_tokens or 1
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
 def _other_graph(original: Any) -> Any:
     def compute_hash(self: Any) -> str:
         digest: str = original(self)
@@ -338,52 +348,14 @@ def _extractor_of(runner: Any) -> Any:
     return drafter if _is_extractor(drafter) else None
 
 
-def _keep_output_as_it_is(original: Any) -> Any:
-    def _setup_eagle3_aux_hidden_state_outputs(self: Any) -> None:
+def _run_as_without_drafts(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, device: Any) -> None:
+        original(self, vllm_config, device)
         if _extractor_of(self) is not None:
+            self.speculative_config = None
             self.use_aux_hidden_state_outputs = False
-        original(self)
 
-    return _setup_eagle3_aux_hidden_state_outputs
-
-
-def _keep_rows(original: Any) -> Any:
-    def propose_draft_token_ids(
-        self: Any,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: Any,
-        sample_hidden_states: Any,
-        aux_hidden_states: Any,
-        spec_decode_metadata: Any,
-        common_attn_metadata: Any,
-        slot_mappings: Any,
-    ) -> Any:
-        extractor = _extractor_of(self)
-        if extractor is not None:
-            return extractor.propose(common_attn_metadata)
-        return original(
-            self,
-            scheduler_output,
-            sampled_token_ids,
-            sampling_metadata,
-            hidden_states,
-            sample_hidden_states,
-            aux_hidden_states,
-            spec_decode_metadata,
-            common_attn_metadata,
-            slot_mappings,
-        )
-
-    return propose_draft_token_ids
-
-
-def _sample_without_drafts(original: Any) -> Any:
-    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        return original(self, logits, None if _extractor_of(self) is not None else spec_decode_metadata)
-
-    return _sample
+    return __init__
 
 
 def _allocate_rows_too(original: Any) -> Any:
@@ -460,6 +432,14 @@ EXTRACTION = (
         until="vLLM's extraction drafts nothing and checks its layer ids",
     ),
     Patch(
+        target="vllm.config.vllm:VllmConfig.__init__",
+        parameters=("__dataclass_self__", "args", "kwargs"),
+        replace=_copy_as_given,
+        why="a copy of a config is validated like a new one, and no drafts would be refused.",
+        upstream="none yet",
+        until="vLLM's extraction drafts nothing",
+    ),
+    Patch(
         target="vllm.config.speculative:SpeculativeConfig.compute_hash",
         parameters=("self",),
         replace=_other_graph,
@@ -476,39 +456,14 @@ EXTRACTION = (
         until=_PLUGIN_PROPOSERS,
     ),
     Patch(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._setup_eagle3_aux_hidden_state_outputs",
-        parameters=("self",),
-        replace=_keep_output_as_it_is,
-        why="the runner refuses models without the EAGLE3 interface, which the captures don't need.",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
+        parameters=("self", "vllm_config", "device"),
+        replace=_run_as_without_drafts,
+        why="with a speculative config the runner wants the EAGLE3 interface of the model, a draft per request, the "
+        "rejection sampler in every step, and recurrent states by accepted drafts. The captures are hooks of the "
+        "model, so its steps can be those of an engine without speculation.",
         upstream=_NO_REGISTRY,
         until=_PLUGIN_PROPOSERS,
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
-        parameters=(
-            "self",
-            "scheduler_output",
-            "sampled_token_ids",
-            "sampling_metadata",
-            "hidden_states",
-            "sample_hidden_states",
-            "aux_hidden_states",
-            "spec_decode_metadata",
-            "common_attn_metadata",
-            "slot_mappings",
-        ),
-        replace=_keep_rows,
-        why="the runner wants the hidden states from the model's output and one draft per request.",
-        upstream=_NO_REGISTRY,
-        until=_PLUGIN_PROPOSERS,
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
-        parameters=("self", "logits", "spec_decode_metadata"),
-        replace=_sample_without_drafts,
-        why="with a speculative config every step goes through the rejection sampler, drafts or not.",
-        upstream="none yet",
-        until="the runner samples directly where nothing was drafted",
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache_tensors",
