@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from bench import compare, cost, demo, gpu, oracle
+from bench import compare, cost, demo, extract, gpu, oracle
 
-COMMANDS = {"compare": compare, "cost": cost, "demo": demo, "gpu": gpu, "oracle": oracle}
+COMMANDS = {"compare": compare, "cost": cost, "demo": demo, "extract": extract, "gpu": gpu, "oracle": oracle}
 
 
 def main() -> int:

@@ -178,10 +178,14 @@ def format_table(result: dict[str, Any]) -> str:
     if any("acceptance_vs_reference" in entry for entry in modes.values()):
         ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
         rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
+    return "\n".join([table(rows), f"lossless: {json.dumps(result['lossless'])}"])
+
+
+def table(rows: list[list[str]]) -> str:
+    """Columns as wide as they need to be, and a rule below the first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    rule = "-" * len(max(lines, key=len))
-    return "\n".join([lines[0], rule, *lines[1:], f"lossless: {json.dumps(result['lossless'])}"])
+    return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

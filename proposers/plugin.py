@@ -5,14 +5,19 @@ until everything that it is going to change has been checked, and raises where i
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from mtp.compat import Patch, apply_patches, check_vllm_version
+from proposers.extraction import ExtractionPlan, check_and_draft_nothing, extracts
 from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, known_architecture, load_proposer
 
 logger = logging.getLogger("vllm.proposers")
+
+CONNECTOR = "HiddenStatesConnector"
 
 
 def register() -> None:
@@ -28,7 +33,16 @@ def register() -> None:
     import vllm
 
     check_vllm_version(vllm.__version__)
-    apply_patches(START_UP_FIXES + (DRAFTING if mode is Mode.ON else ()), vllm.__version__)
+    apply_patches(START_UP_FIXES + (DRAFTING + EXTRACTION if mode is Mode.ON else ()), vllm.__version__)
+    if mode is Mode.ON:
+        _register_connector()
+
+
+def _register_connector() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "proposers.hidden_states.connector", CONNECTOR)
 
 
 # Start-up fixes: for models that vLLM itself can't start.
@@ -134,7 +148,7 @@ def _route_to_v1(original: Any) -> Any:
         import vllm.envs as envs
 
         features = original(self)
-        if not is_known(self.speculative_config):
+        if not is_known(self.speculative_config) and not extracts(self.speculative_config):
             return features
         if envs.VLLM_USE_V2_MODEL_RUNNER:
             logger.warning(
@@ -264,5 +278,224 @@ DRAFTING = (
         why="on CUDA the V2 runner is the default and would pass us by without a word.",
         upstream="none yet",
         until="the proposers run on the V2 runner",
+    ),
+)
+
+
+# Hidden-state extraction: the method is vLLM's, and so are its config keys; the runner builds and recognises its
+# proposer by the name `ExtractHiddenStatesProposer` in its module. These patches touch code that every engine runs, and
+# act only where the method is `extract_hidden_states`.
+
+
+def _draft_nothing(original: Any) -> Any:
+    def __post_init__(self: Any) -> None:
+        if extracts(self.speculative_config):
+            check_and_draft_nothing(self)
+        original(self)
+
+    return __post_init__
+
+
+def _copy_as_given(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("speculative_config")
+        if extracts(config):
+            config.num_speculative_tokens = config.num_speculative_tokens or 1
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _other_graph(original: Any) -> Any:
+    def compute_hash(self: Any) -> str:
+        digest: str = original(self)
+        return f"{digest}-captured" if extracts(self) else digest
+
+    return compute_hash
+
+
+def _build_extractor(original: type) -> type:
+    class Extractor(type):
+        """Stands for our proposer under the host's name, as `KnownProposer` does."""
+
+        def __call__(cls, vllm_config: Any, device: Any) -> Any:
+            from proposers.extract_hidden_states import ExtractHiddenStatesProposer
+
+            proposer = ExtractHiddenStatesProposer(vllm_config, device)
+            logger.info(
+                "%s.%s keeps the hidden states %s of every token, instead of vLLM's own proposer "
+                "(MTP_PROPOSERS=upstream switches back).",
+                type(proposer).__module__,
+                type(proposer).__name__,
+                list(proposer.plan.layer_ids),
+            )
+            return proposer
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return _is_extractor(instance) or isinstance(instance, original)
+
+    return Extractor("ExtractHiddenStatesProposer", (), {})
+
+
+def _is_extractor(drafter: object) -> bool:
+    from proposers.extract_hidden_states import ExtractHiddenStatesProposer
+
+    return isinstance(drafter, ExtractHiddenStatesProposer)
+
+
+def _extractor_of(runner: Any) -> Any:
+    drafter = getattr(runner, "drafter", None)
+    return drafter if _is_extractor(drafter) else None
+
+
+def _run_as_without_drafts(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, device: Any) -> None:
+        original(self, vllm_config, device)
+        if _extractor_of(self) is not None:
+            self.speculative_config = None
+            self.use_aux_hidden_state_outputs = False
+
+    return __init__
+
+
+def _allocate_rows_too(original: Any) -> Any:
+    def initialize_kv_cache_tensors(
+        self: Any, kv_cache_config: Any, kernel_block_sizes: Any, kv_cache_allocation_context: Any = None
+    ) -> Any:
+        extractor = _extractor_of(self)
+        if extractor is None:
+            return original(self, kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
+        rows: list[Any] = []
+
+        @contextmanager
+        def with_rows() -> Iterator[None]:
+            with kv_cache_allocation_context or nullcontext():
+                yield
+                rows.append(extractor.allocate(kv_cache_config))
+
+        tensors = original(self, kv_cache_config, kernel_block_sizes, with_rows())
+        # Where the host copies blocks, it copies every tensor of this list.
+        self.kv_caches += [tensor for tensor in rows if tensor is not None]
+        return tensors
+
+    return initialize_kv_cache_tensors
+
+
+def _bill_rows(original: Any) -> Any:
+    def _pool_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
+        bytes_per_block: int = original(vllm_config, kv_cache_groups)
+        return bytes_per_block + _row_bytes_per_block(vllm_config, kv_cache_groups)
+
+    return _pool_bytes_per_block
+
+
+def _leave_room_for_rows(original: Any) -> Any:
+    def get_kv_cache_config_from_groups(vllm_config: Any, kv_cache_groups: Any, available_memory: int) -> Any:
+        if row_bytes := _row_bytes_per_block(vllm_config, kv_cache_groups):
+            from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block
+
+            billed = _pool_bytes_per_block(vllm_config, kv_cache_groups)
+            available_memory = available_memory // billed * (billed - row_bytes)
+        return original(vllm_config, kv_cache_groups, available_memory)
+
+    return get_kv_cache_config_from_groups
+
+
+def _row_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
+    if not extracts(vllm_config.speculative_config):
+        return 0
+    from mtp.supplementary import supplementary_bytes_per_block
+
+    return supplementary_bytes_per_block(kv_cache_groups, ExtractionPlan.of(vllm_config).row_bytes)
+
+
+def _hold_back_until_written(original: Any) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        hold_back = getattr(self.connector, "hold_back", None)
+        return outputs if hold_back is None else hold_back(outputs)
+
+    return update_from_output
+
+
+_NO_REGISTRY = "none yet: the runner has no registry of proposers"
+_PLUGIN_PROPOSERS = "vLLM lets a plugin name the proposer of a method"
+
+EXTRACTION = (
+    Patch(
+        target="vllm.config.vllm:VllmConfig.__post_init__",
+        parameters=("self",),
+        replace=_draft_nothing,
+        why="vLLM drafts the token it has just sampled, which is never right, and verifies two positions in each step; "
+        "with no drafts at all it verifies one. Layer ids and configurations are checked here, before a process starts.",
+        upstream="none yet",
+        until="vLLM's extraction drafts nothing and checks its layer ids",
+    ),
+    Patch(
+        target="vllm.config.vllm:VllmConfig.__init__",
+        parameters=("__dataclass_self__", "args", "kwargs"),
+        replace=_copy_as_given,
+        why="a copy of a config is validated like a new one, and no drafts would be refused.",
+        upstream="none yet",
+        until="vLLM's extraction drafts nothing",
+    ),
+    Patch(
+        target="vllm.config.speculative:SpeculativeConfig.compute_hash",
+        parameters=("self",),
+        replace=_other_graph,
+        why="the compiled graph has the captures in it, so it must not be taken for vLLM's, nor vLLM's for it.",
+        upstream="none yet",
+        until="never: it goes with the captures",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:ExtractHiddenStatesProposer",
+        parameters=("vllm_config", "device"),
+        replace=_build_extractor,
+        why="the runner builds its proposer, and recognises it later, by this name.",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
+        parameters=("self", "vllm_config", "device"),
+        replace=_run_as_without_drafts,
+        why="with a speculative config the runner wants the EAGLE3 interface of the model, a draft per request, the "
+        "rejection sampler in every step, and recurrent states by accepted drafts. The captures are hooks of the "
+        "model, so its steps can be those of an engine without speculation.",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache_tensors",
+        parameters=("self", "kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context"),
+        replace=_allocate_rows_too,
+        why="the rows are allocated after the KV cache and in its memory pool, so that sleep mode releases them too.",
+        upstream="none yet",
+        until="a KVCacheConfig can hold supplementary tensors",
+    ),
+    Patch(
+        target="vllm.v1.core.kv_cache_utils:_pool_bytes_per_block",
+        parameters=("vllm_config", "kv_cache_groups"),
+        replace=_bill_rows,
+        why="a block of the pool costs its rows too, wherever the host checks that memory suffices.",
+        upstream="none yet",
+        until="a KVCacheConfig can hold supplementary tensors",
+    ),
+    Patch(
+        target="vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
+        parameters=("vllm_config", "kv_cache_groups", "available_memory"),
+        replace=_leave_room_for_rows,
+        why="the number of blocks is what remains after the rows have had their share.",
+        upstream="none yet",
+        until="a KVCacheConfig can hold supplementary tensors",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        parameters=("self", "scheduler_output", "model_runner_output"),
+        replace=_hold_back_until_written,
+        why="a finished output leaves in the step in which the request ends, and a connector's transfers begin in the "
+        "next: the path in it would be that of a file which doesn't exist yet, or never will.",
+        upstream="none yet",
+        until="a connector can hold back the outputs of requests whose transfer is not done",
     ),
 )

@@ -27,5 +27,5 @@ def unpatched() -> Iterator[None]:
     compat.remove_patches()
     yield
     compat.remove_patches()
-    ledger = plugin.START_UP_FIXES + plugin.DRAFTING
+    ledger = plugin.START_UP_FIXES + plugin.DRAFTING + plugin.EXTRACTION
     compat.apply_patches([patch for patch in ledger if patch.target in was_installed], vllm.__version__)

@@ -144,3 +144,28 @@ def test_no_file_is_both_held_out_and_trained_on() -> None:
     assert not held_out & trained
     assert all(map(is_held_out, held_out))
     assert len(held_out) < len(trained) / 10
+
+
+def test_extraction_is_measured_with_every_row_checked_and_a_mode_that_cannot_run_says_why(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    small = ["--prompts", "4", "--batch", "2", "--prompt-tokens", "48", "--output-tokens", "8", "--runs", "2"]
+    done = bench(
+        "extract", "--model", TINY, "--layers", "1,3,N", *small, *EAGER, "--rounds", "1", "--json", str(record)
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(record.read_text())
+    assert result["schema"] == "vllm-mtp-proposers/extract/1"
+    assert result["settings"]["layer_ids"] == [1, 3, 6]
+    none, upstream, ours = (result["modes"][mode] for mode in ("none", "upstream", "ours"))
+    assert "does not support EAGLE3 interface" in upstream["error"]
+    assert "upstream did not run" in done.stdout
+    for entry in (none, ours):
+        for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+            assert 0 < entry[key]["q1"] <= entry[key]["median"] <= entry[key]["q3"]
+    assert none["overhead_prefill"] == none["overhead_decode"] == 1
+    assert ours["overhead_prefill"] > 0
+    assert ours["overhead_decode"] > 0
+    assert (ours["rows"], ours["rows_wrong"], ours["files_missing"]) == (4 * (48 + 55), 0, 0)
+    assert 0 < ours["num_gpu_blocks"] < none["num_gpu_blocks"]
+    assert ours["copies"] == 3
+    assert 2 * 55 * 3 * 192 * 4 <= ours["peak_host_bytes"] <= 256 << 20

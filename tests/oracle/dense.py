@@ -321,6 +321,12 @@ class Reference:
         rows = self._target[-1]
         return rows.output[: rows.count]
 
+    def residual_stream(self) -> Tensor:
+        """`[last + 1, num_layers + 1, hidden_size]`: what enters each of the target's layers, and leaves the last."""
+        count = self._target[-1].count
+        embedded = self.model.embeddings[torch.tensor(self._tokens[:count])]
+        return torch.stack([embedded, *(rows.output[:count] for rows in self._target)], dim=1)
+
     def keys(self, module: int) -> Tensor:
         """`[rows, num_kv_heads, head_dim]`, as the module's attention uses them: normed and rotated."""
         rows = self._modules[module]

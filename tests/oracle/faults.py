@@ -144,7 +144,7 @@ def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
 
 
 def padding_drafts_ahead(engine: Engine) -> AbstractContextManager[Any]:
-    """Requests that pad a replayed batch end right before position 0, so that drafts past their end are at positions."""
+    """Requests that pad a replayed batch end right before position 0, so that drafts past that have positions."""
     replay = Stand.replay
 
     def padding_replay(stand: Stand) -> None:

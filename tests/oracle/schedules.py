@@ -109,7 +109,7 @@ SETUPS = (
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
-    Setup("replayed, K=6", replayed=True, k=6, max_batched_tokens=80, overlapped=True),
+    Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
     Setup("replayed, one module", replayed=True, checkpoint="mimo"),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),

@@ -1,0 +1,199 @@
+"""What it costs to extract hidden states, and whether every row is right: none, upstream and ours side by side."""
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.compare import run_mode, table
+from bench.corpus import held_out_prompts
+from bench.environment import describe_environment
+from bench.reference import ROOT
+from bench.spread import quartiles
+from bench.worker import PROPOSERS_MODE
+
+SCHEMA = "vllm-mtp-proposers/extract/1"
+
+COUNTS = ("rows", "rows_wrong", "files_missing", "num_gpu_blocks", "copies", "peak_host_bytes")
+
+# A row is wrong if it is further from the reference than rounding explains, relative to its largest value.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="folder of the checkpoint")
+    parser.add_argument("--layers", required=True, help="layer ids, separated by commas; N is the last layer's output")
+    parser.add_argument("--modes", default="none,upstream,ours", help="of none, upstream, ours")
+    parser.add_argument("--batch", type=int, default=8, help="requests at a time")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per run, from the held-out files")
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--output-tokens", type=int, default=96)
+    parser.add_argument("--runs", type=int, default=3, help="repetitions in each process")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh processes of each mode, by turns")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
+    parser.add_argument("--storage", type=Path, help="where to write; a temporary folder if not given")
+    parser.add_argument("--json", type=Path, help="file for the result")
+
+
+def run(args: argparse.Namespace) -> int:
+    result = measure(args)
+    print(format_table(result))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    ours = result["modes"].get("ours", {})
+    return 1 if ours.get("rows_wrong") or ours.get("files_missing") else 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs every mode and returns the record that `--json` writes. A mode that can't run has its error as its entry.
+
+    Raises:
+        ValueError: a mode or a layer that doesn't exist.
+        RuntimeError: the process of `none` or `ours` failed.
+    """
+    modes = args.modes.split(",")
+    if unknown := set(modes) - set(PROPOSERS_MODE):
+        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(PROPOSERS_MODE)}.")
+    from transformers import AutoTokenizer
+
+    config = json.loads(Path(args.model, "config.json").read_text())
+    spec = {
+        "model": args.model,
+        "layer_ids": parse_layers(args.layers, config.get("text_config", config)["num_hidden_layers"]),
+        "batch": args.batch,
+        "prompt_tokens": args.prompt_tokens,
+        "output_tokens": args.output_tokens,
+        "runs": args.runs,
+        "dtype": args.dtype,
+        "engine": args.engine,
+        "platform": (environment := describe_environment())["platform"],
+    }
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens)
+    raw: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+    errors: dict[str, str] = {}
+    for _ in range(args.rounds):
+        for mode in modes:
+            if mode in errors:
+                continue
+            with tempfile.TemporaryDirectory(dir=args.storage) as folder:
+                try:
+                    done = run_mode(
+                        {**spec, "mode": mode, "storage": folder, "prompts": prompts}, "bench.extraction_worker"
+                    )
+                except RuntimeError as error:
+                    if mode != "upstream":
+                        raise
+                    errors[mode] = reason(str(error))
+                    continue
+                if mode != "none":
+                    done |= check_rows(done["answers"], spec)
+                raw[mode].append(done)
+    entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
+    for entry in entries.values():
+        add_overhead(entry, entries.get("none"))
+    return {
+        "schema": SCHEMA,
+        "environment": environment,
+        "settings": spec | {"num_prompts": args.prompts, "rounds": args.rounds},
+        "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
+    }
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Raises `ValueError` for what is neither a number nor N."""
+    return [num_layers if part == "N" else int(part) for part in text.split(",")]
+
+
+def reason(message: str) -> str:
+    """The last error of a log, without the address of its process."""
+    lines = [line for line in message.splitlines() if "Error" in line]
+    return lines[-1].split(") ", 1)[-1] if lines else message.splitlines()[-1]
+
+
+def check_rows(answers: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, int]:
+    """Compares every row of every layer of the records with the dense reference."""
+    from proposers.hidden_states import load
+
+    rows = wrong = 0
+    for answer in answers:
+        if not answer["there"]:
+            continue
+        record = load_any(answer["path"], load)
+        tokens = answer["tokens"][: len(record[0])]
+        rows += len(tokens)
+        if record[1] != tokens:
+            wrong += len(tokens)
+            continue
+        expected = reference(spec["model"])(tuple(tokens))[:, spec["layer_ids"]]
+        scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-3)
+        off = ((record[0].float() - expected).abs() / scale).amax((1, 2)) > TOLERANCE[spec["dtype"]]
+        wrong += int(off.sum())
+    return {"rows": rows, "rows_wrong": wrong}
+
+
+def load_any(path: str, load: Callable[[str], Any]) -> tuple[Any, list[int]]:
+    """Hidden states and token ids of a record of ours, or of vLLM's file."""
+    from safetensors.torch import load_file
+
+    try:
+        record = load(path)
+    except ValueError:
+        tensors = load_file(path)
+        return tensors["hidden_states"], tensors["token_ids"].tolist()
+    return record.hidden_states, record.token_ids.tolist()
+
+
+@cache
+def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
+    """Token ids to `[T, N + 1, H]` in float32, computed without the engine; equal sequences once."""
+    sys.path.insert(0, str(ROOT))  # the reference lives with the tests, which are not installed
+    dense = importlib.import_module("tests.extraction").dense(model)
+    return cache(lambda tokens: dense(list(tokens)))
+
+
+def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """One mode's entry, from its processes."""
+    prompt_tokens, output_tokens = args.prompts * args.prompt_tokens, args.prompts * (args.output_tokens - 1)
+    timed = [run for process in runs for run in process["runs"]]
+    entry = {
+        "proposer": runs[0]["proposer"],
+        "prefill_tokens_per_s": quartiles([prompt_tokens / run["prefill_s"] for run in timed], 1),
+        "decode_tokens_per_s": quartiles([output_tokens / run["decode_s"] for run in timed], 1),
+        "num_gpu_blocks": runs[0]["num_gpu_blocks"],
+        "peak_rss_bytes": max(process["peak_rss_bytes"] for process in runs),
+        "copies": runs[0]["copies"],
+        "runs": timed,
+    }
+    if "rows" in runs[0]:
+        entry["rows"] = sum(process["rows"] for process in runs)
+        entry["rows_wrong"] = sum(process["rows_wrong"] for process in runs)
+        entry["files_missing"] = sum(run["files_missing"] for run in timed)
+        entry["peak_host_bytes"] = runs[0]["peak_host_bytes"]
+    return entry
+
+
+def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
+    """How many times the time of `none` a token takes."""
+    for part in ("prefill", "decode"):
+        key = f"{part}_tokens_per_s"
+        ratio = None if none is None else round(none[key]["median"] / entry[key]["median"], 4)
+        entry[f"overhead_{part}"] = ratio
+
+
+def format_table(result: dict[str, Any]) -> str:
+    modes = result["modes"]
+    rows = [["", *modes]]
+    for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        speeds = (entry.get(key) for entry in modes.values())
+        rows.append([key, *("-" if s is None else f"{s['median']:.0f} [{s['q1']:.0f}, {s['q3']:.0f}]" for s in speeds)])
+    for key in ("overhead_prefill", "overhead_decode", *COUNTS):
+        rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
+    failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]
+    return "\n".join([table(rows), *failed])

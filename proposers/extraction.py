@@ -1,0 +1,93 @@
+"""What a configuration asks to extract, and whether that can be done. Import-light: the front end asks it too."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+METHOD = "extract_hidden_states"
+
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def extracts(config: Any) -> bool:
+    """Whether this speculative config asks for hidden states."""
+    return config is not None and config.method == METHOD
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractionPlan:
+    """Which hidden states of which model.
+
+    Attributes:
+        layer_ids: in the order asked for; i is the residual stream as it enters layer i, `num_layers` what leaves the
+            last one, before the final norm.
+        num_layers: decoder layers of the target.
+        hidden_size, dtype: of the target.
+    """
+
+    layer_ids: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    dtype: "torch.dtype"
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig") -> "ExtractionPlan":
+        """Raises `ValueError` for layer ids that the model doesn't have, or that come twice."""
+        model_config = vllm_config.model_config
+        num_layers = model_config.get_total_num_hidden_layers()
+        draft = vllm_config.speculative_config.draft_model_config
+        layer_ids = _check_layer_ids(getattr(draft.hf_config, LAYER_IDS_KEY, None), num_layers)
+        return cls(layer_ids, num_layers, model_config.get_hidden_size(), model_config.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one token's rows take."""
+        return len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
+
+
+def _check_layer_ids(layer_ids: Any, num_layers: int) -> tuple[int, ...]:
+    remedy = (
+        f"Name each wanted id once in speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}, from 0 (the "
+        f"embeddings' output) to {num_layers} (the last layer's output, before the final norm)."
+    )
+    if not isinstance(layer_ids, list | tuple) or not layer_ids:
+        raise ValueError(f"{LAYER_IDS_KEY} is {layer_ids!r}, so there is no hidden state to extract. {remedy}")
+    if wrong := [i for i in layer_ids if type(i) is not int or not 0 <= i <= num_layers]:
+        raise ValueError(f"{LAYER_IDS_KEY}={list(layer_ids)} has {wrong}, which this model doesn't have. {remedy}")
+    if twice := sorted({i for i in layer_ids if layer_ids.count(i) > 1}):
+        raise ValueError(f"{LAYER_IDS_KEY}={list(layer_ids)} has {twice} more than once. {remedy}")
+    return tuple(layer_ids)
+
+
+def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
+    """Checks a configuration that extracts, and sets its number of drafts to 0.
+
+    vLLM wants a number above 0 and then schedules that many drafts a step; there are none to verify here.
+
+    Raises:
+        ValueError: it can't be served.
+    """
+    config = vllm_config.speculative_config
+    ExtractionPlan.of(vllm_config)
+    if config.num_speculative_tokens != 1:
+        raise ValueError(
+            f"num_speculative_tokens={config.num_speculative_tokens}, and extract_hidden_states drafts nothing: "
+            "set it to 1, as vLLM's own extraction wants it."
+        )
+    parallel = vllm_config.parallel_config
+    unsupported = {
+        "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
+        "decode_context_parallel_size": (parallel.decode_context_parallel_size, 1),
+        "prefill_context_parallel_size": (parallel.prefill_context_parallel_size, 1),
+        "enable_dbo": (parallel.enable_dbo, False),
+        "kv_sharing_fast_prefill": (vllm_config.cache_config.kv_sharing_fast_prefill, False),
+    }
+    if wrong := [f"{name}={value} (supported: {good})" for name, (value, good) in unsupported.items() if value != good]:
+        raise ValueError(
+            f"extract_hidden_states can't be served with {', '.join(wrong)}: rows would be missing or in wrong places. "
+            "Use the supported values; tensor and data parallelism are supported."
+        )
+    config.num_speculative_tokens = 0

@@ -1,0 +1,31 @@
+"""`python -m proposers.hidden_states`: records on the command line."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from proposers.hidden_states.export import EXPORTERS, export
+from proposers.hidden_states.record import RecordDataset
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proposers.hidden_states", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("export", help="write records in the layout of a trainer")
+    command.add_argument("--to", required=True, choices=EXPORTERS, help="who is to read them")
+    command.add_argument("--records", required=True, type=Path, help="the storage root, or a folder in it")
+    command.add_argument("--out", required=True, type=Path, help="the folder to write to")
+    command.add_argument("--model", type=Path, help="the checkpoint, where the final norm has to be applied")
+    args = parser.parse_args()
+    dataset = RecordDataset(args.records)
+    try:
+        count = export((dataset[i] for i in range(len(dataset))), args.to, args.out, args.model)
+    except (ValueError, FileExistsError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{count} records for {args.to} in {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

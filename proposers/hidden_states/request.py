@@ -1,0 +1,151 @@
+"""What a configuration and a request ask of the connector, and the names of records."""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import PurePosixPath
+from typing import Any
+
+from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
+
+RECORDS_PER_FOLDER = 1000
+_MAX_PART_BYTES, _MAX_NAME_BYTES = 200, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`kv_connector_extra_config`.
+
+    Attributes:
+        storage_root: the folder that everything is written under.
+        include_output_tokens: rows of the output too, where a request doesn't say.
+        sharded: few large files in place of one per request.
+        shard_bytes: a shard is closed when it has that many, and whenever nothing else is left to do.
+        shard_seconds: and when its first record has waited that long.
+        ring_bytes: host memory between the device and the writers.
+        writer_threads: files that are written at the same time; a sharded engine has one.
+    """
+
+    storage_root: str
+    include_output_tokens: bool = False
+    sharded: bool = False
+    shard_bytes: int = 1 << 30
+    shard_seconds: float = 5.0
+    ring_bytes: int = 256 << 20
+    writer_threads: int = 4
+
+    @classmethod
+    def of(cls, extra: dict[str, Any]) -> "Settings":
+        """Raises `ValueError` for keys and values that it doesn't know."""
+        known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+        if unknown := sorted(set(extra) - set(known)):
+            raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; there are {', '.join(known)}.")
+        if not isinstance(extra.get("storage_root"), str) or not extra["storage_root"]:
+            raise ValueError(
+                f"kv_connector_extra_config has storage_root={extra.get('storage_root')!r}: name the folder that "
+                "hidden states are to be written under."
+            )
+        for key, value in extra.items():
+            wanted: Any = (int, float) if known[key] is float else known[key]
+            if not isinstance(value, wanted) or (isinstance(value, bool) and known[key] is not bool):
+                raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {known[key].__name__}.")
+            if known[key] in (int, float) and value <= 0:
+                raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
+        return cls(**extra)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRequest:
+    """`kv_transfer_params` of a request.
+
+    Attributes:
+        extract: whether to write a record at all.
+        include_output_tokens: rows of the output too; the token that was sampled last was not run and has none.
+        window: sequence positions `[start, stop)` to keep of those.
+        name: the record's path under the storage root, without suffix; the connector's choice where there is none.
+    """
+
+    extract: bool
+    include_output_tokens: bool
+    window: tuple[int, int] | None
+    name: str | None
+
+    @classmethod
+    def of(cls, params: Any, include_output_tokens: bool) -> "RecordRequest":
+        """Raises `ValueError` for what can't be done."""
+        if params is None:
+            params = {}
+        if not isinstance(params, dict):
+            raise ValueError(f"kv_transfer_params is {params!r} and should be an object.")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(map(str, set(params) - set(known))):
+            raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
+        defaults = {"extract": True, "include_output_tokens": include_output_tokens}
+        flags = {key: params.get(key, default) for key, default in defaults.items()}
+        for key, value in flags.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"kv_transfer_params has {key}={value!r}, which is neither true nor false.")
+        name = params.get("name")
+        return cls(**flags, window=_window(params.get("window")), name=None if name is None else checked_name(name))
+
+    def rows(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
+        """Positions `[start, stop)` to write.
+
+        Args:
+            num_tokens: prompt and output.
+
+        Raises:
+            ValueError: the window has none of the request's rows.
+        """
+        computed = num_tokens - 1 if self.include_output_tokens else num_prompt_tokens
+        if self.window is None:
+            return 0, computed
+        start, stop = self.window[0], min(self.window[1], computed)
+        if start >= stop:
+            raise ValueError(f"window={list(self.window)} has none of the request's rows, which are [0, {computed}).")
+        return start, stop
+
+
+def _window(window: Any) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    if not isinstance(window, list | tuple) or len(window) != 2 or any(type(bound) is not int for bound in window):
+        raise ValueError(f"window is {window!r}, and should be two positions, [start, stop).")
+    if not 0 <= window[0] < window[1]:
+        raise ValueError(f"window={list(window)} is empty: give 0 <= start < stop.")
+    return window[0], window[1]
+
+
+def checked_name(name: Any) -> str:
+    """A name that a request gave, without suffix.
+
+    Raises:
+        ValueError: it would lead out of the storage root, or is no name for a file.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name is {name!r}, and should be a path under the storage root.")
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts:
+        raise ValueError(f"name={name!r} leads out of the storage root. Give a path under it, without '..'.")
+    if any(not part or part.startswith(".") or len(part.encode()) > _MAX_PART_BYTES for part in parts):
+        raise ValueError(
+            f"name={name!r} has a part that is empty, begins with a dot or is longer than {_MAX_PART_BYTES} bytes."
+        )
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"name={name!r} is longer than {_MAX_NAME_BYTES} bytes.")
+    if not name.isprintable():
+        raise ValueError(f"name={name!r} has characters that can't be printed.")
+    if name.endswith(SHARD_SUFFIX):
+        raise ValueError(f"name={name!r} ends in {SHARD_SUFFIX}, which marks files of many records.")
+    return name.removesuffix(SUFFIX)
+
+
+def generated_name(run: str, number: int, request_id: str) -> str:
+    """A name of the connector's choice: no folder has more than `RECORDS_PER_FOLDER`, and no two are equal.
+
+    Args:
+        run: what tells this engine from others on the same folder.
+        number: of the record, counted by the engine.
+        request_id: whatever a client chose; what is no good in a file name becomes `_`.
+    """
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", request_id)[:64]
+    return str(PurePosixPath(run, f"{number // RECORDS_PER_FOLDER:06d}", f"{number:09d}-{readable}"))
