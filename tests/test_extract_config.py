@@ -72,7 +72,9 @@ def test_a_decode_step_has_one_position(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, 5])
 def test_drafts_are_refused(num_speculative_tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"num_speculative_tokens={num_speculative_tokens}.*drafts nothing.*set it to 1"):
+    with pytest.raises(
+        ValueError, match=f"num_speculative_tokens={num_speculative_tokens}.*drafts nothing.*set it to 1"
+    ):
         make_config(num_speculative_tokens=num_speculative_tokens)
 
 
