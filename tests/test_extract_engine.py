@@ -68,3 +68,9 @@ def test_of_tensor_parallel_ranks_the_first_keeps_the_rows_and_all_have_as_many_
     assert found["stores"] == [True, False]
     assert len(set(found["num_blocks"])) == 1
     assert found["worst"] < 1e-5
+
+
+def test_a_connector_that_does_not_take_the_rows_is_refused(llama: str) -> None:
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+    with pytest.raises(ChildFailedError, match=r"ExampleHiddenStatesConnector doesn't take hidden states"):
+        decode(llama, engine={**extract([1, 3]), "kv_transfer_config": connector})
