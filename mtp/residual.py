@@ -14,16 +14,14 @@ two decides.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
-def capture_residual_stream(
-    model: nn.Module, layer_ids: Sequence[int], num_layers: int, buffer: torch.Tensor
-) -> None:
+def capture_residual_stream(model: nn.Module, layer_ids: Sequence[int], num_layers: int, buffer: torch.Tensor) -> None:
     """Has every forward of the model write its residual stream to the buffer.
 
     Args:
@@ -51,7 +49,7 @@ def capture_residual_stream(
 
 def _decoder_layers(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
     """The first list of that many modules in the language model, after the module that it belongs to."""
-    language_model: nn.Module = model.get_language_model() if hasattr(model, "get_language_model") else model
+    language_model = cast(Any, model).get_language_model() if hasattr(model, "get_language_model") else model
     found = []
     for name, module in language_model.named_modules():
         for child_name, child in module.named_children():

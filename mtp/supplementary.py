@@ -64,7 +64,9 @@ def supplementary_bytes_per_block(groups: Sequence[KVCacheGroupSpec], row_bytes:
 def _anchor(groups: Sequence[KVCacheGroupSpec]) -> int:
     full = [gid for gid, group in enumerate(groups) if is_full_attention_spec(group.kv_cache_spec)]
     if not full:
-        known = [f"group {i}: {type(g.kv_cache_spec).__name__} of {', '.join(g.layer_names)}" for i, g in enumerate(groups)]
+        known = [
+            f"group {i}: {type(g.kv_cache_spec).__name__} of {', '.join(g.layer_names)}" for i, g in enumerate(groups)
+        ]
         raise ValueError(
             "Hidden states are stored by the block table of a full-attention group, and this model has none "
             f"({'; '.join(known) or 'there are no KV cache groups'}): its caches forget tokens that hidden states are "
@@ -156,7 +158,7 @@ class CacheOnlyAttention(torch.nn.Module, AttentionLayerBase):
         self.anchor = group.layer_names[0]
         shape = (kv_cache_config.num_blocks, group.kv_cache_spec.block_size, *self.row_shape)
         # Not cleared: nobody reads a row that was not written, and clearing takes as long as a start.
-        self.bind_kv_cache(torch.empty(shape, dtype=self.dtype, device=device))
+        self.kv_cache = torch.empty(shape, dtype=self.dtype, device=device)
         return self.kv_cache, gid
 
     def forward(self, rows: torch.Tensor) -> bool:

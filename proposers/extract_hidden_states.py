@@ -47,7 +47,10 @@ class ExtractHiddenStatesProposer:
         if not self._keeps:
             return
         row_shape = (len(self.plan.layer_ids), self.plan.hidden_size)
-        max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        max_num_tokens = max(
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
         # A value that no model has in all of a row, until the first forward, which is checked, writes another.
         self._unset = torch.finfo(self.plan.dtype).max
         self.rows = torch.full((max_num_tokens, *row_shape), self._unset, dtype=self.plan.dtype, device=device)

@@ -72,6 +72,8 @@ def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
     """
     config = vllm_config.speculative_config
     ExtractionPlan.of(vllm_config)
+    if config.num_speculative_tokens == 0:
+        return  # the engine core has a checked config go through its post-init again, in its own process
     if config.num_speculative_tokens != 1:
         raise ValueError(
             f"num_speculative_tokens={config.num_speculative_tokens}, and extract_hidden_states drafts nothing: "

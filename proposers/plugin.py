@@ -298,7 +298,7 @@ def _draft_nothing(original: Any) -> Any:
 
 def _copy_as_given(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("speculative_config")
+        config: Any = kwargs.get("speculative_config")
         if extracts(config):
             config.num_speculative_tokens = config.num_speculative_tokens or 1
         original(self, *args, **kwargs)
@@ -426,8 +426,8 @@ EXTRACTION = (
         target="vllm.config.vllm:VllmConfig.__post_init__",
         parameters=("self",),
         replace=_draft_nothing,
-        why="vLLM drafts the token it has just sampled, which is never right, and verifies two positions in each step; "
-        "with no drafts at all it verifies one. Layer ids and configurations are checked here, before a process starts.",
+        why="vLLM drafts the token it has just sampled, which is never right, and verifies two positions a step; with "
+        "no drafts at all it verifies one. Layer ids and configurations are checked here, before a process starts.",
         upstream="none yet",
         until="vLLM's extraction drafts nothing and checks its layer ids",
     ),

@@ -84,10 +84,10 @@ def write_model(family: str, folder: Path) -> str:
 class StoreReader:
     """Reads, after every step, all rows that the store holds of the running requests, through their block tables."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, model_runner: Any) -> None:
         self.rows: dict[str, torch.Tensor] = {}
         self.steps = 0
-        self._runner = runner(llm)
+        self._runner = model_runner
         self._sample = self._runner.sample_tokens
         self._runner.sample_tokens = self._read
 
@@ -203,7 +203,7 @@ def parity(llm: LLM, *, witnessed: bool = False) -> dict[str, Any]:
     Returns:
         the largest error of each layer over the largest value of that layer, and counts.
     """
-    reader, witness = StoreReader(llm), Witness(llm) if witnessed else None
+    reader, witness = StoreReader(runner(llm)), Witness(llm) if witnessed else None
     layer_ids = list(runner(llm).drafter.plan.layer_ids)
     worst, num_rows, num_missing = torch.zeros(len(layer_ids)), 0, 0
     # The last batch finds the prefixes of the one before it in the cache, and so do its own later requests.
@@ -248,3 +248,36 @@ def copies_rows(llm: LLM) -> bool:
     rows[5] = 2.0
     copy_kv_cache_blocks_inplace(model_runner.kv_caches, len(rows), [KVCacheBlockCopy(3, 5)])
     return bool((rows[5] == 1.0).all())
+
+
+def ranks(llm: LLM, prompt: list[int]) -> dict[str, Any]:
+    """Of a tensor-parallel engine: the ranks that have a store, and whether rank 0's rows are the reference's."""
+    llm.collective_rpc(_start_reading)
+    (output,) = generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+    read = llm.collective_rpc(_stop_reading)
+    config = llm.llm_engine.vllm_config
+    layer_ids = config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+    expected = dense(config.model_config.model)(tokens)[:, layer_ids]
+    rows = torch.tensor(read[0]["rows"])
+    return {
+        "stores": [part["store"] for part in read],
+        "num_blocks": [part["num_blocks"] for part in read],
+        "worst": float((rows - expected).abs().max() / expected.abs().max()),
+    }
+
+
+def _start_reading(worker: Any) -> None:
+    model_runner = worker.model_runner
+    if model_runner.drafter.store is not None:
+        model_runner.reader = StoreReader(model_runner)
+
+
+def _stop_reading(worker: Any) -> dict[str, Any]:
+    model_runner = worker.model_runner
+    rows = [read.tolist() for read in model_runner.reader.rows.values()] if hasattr(model_runner, "reader") else [[]]
+    return {
+        "store": model_runner.drafter.store is not None,
+        "num_blocks": model_runner.kv_cache_config.num_blocks,
+        "rows": rows[0],
+    }

@@ -187,8 +187,8 @@ def first_spec(group: Any) -> KVCacheSpec:
 
 def main(show: Callable[[str], None] = print) -> None:
     show(
-        f"vLLM {vllm.__version__}, {AVAILABLE >> 30} GiB for the cache, four layers' hidden states, bfloat16; blocks, and "
-        "requests of 8192 tokens"
+        f"vLLM {vllm.__version__}, {AVAILABLE >> 30} GiB for the cache, four layers' hidden states, bfloat16; blocks, "
+        "and requests of 8192 tokens"
     )
     show("| model | no extraction | vLLM's own group | this package | of `available / (page + rows)` |")
     show("|---|---|---|---|---|")

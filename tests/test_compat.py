@@ -15,9 +15,9 @@ from vllm.config.speculative import SpeculativeConfig
 
 from mtp import compat
 from mtp.compat import HostMismatchError, Patch, apply_patches, check_vllm_version, installed_patches, remove_patches
-from proposers.plugin import DRAFTING, START_UP_FIXES, register
+from proposers.plugin import DRAFTING, EXTRACTION, START_UP_FIXES, register
 
-LEDGER = START_UP_FIXES + DRAFTING
+LEDGER = START_UP_FIXES + DRAFTING + EXTRACTION
 HOST = "host_of_compat_tests"
 
 

