@@ -55,9 +55,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs every mode and returns the record that `--json` writes. A mode that can't run has its error as its entry.
 
     Raises:
-        ValueError: a mode or a layer that doesn't exist.
+        ValueError: a mode or a layer that doesn't exist, or too few output tokens.
         RuntimeError: the process of `none` or `ours` failed.
     """
+    if args.output_tokens < 4:
+        raise ValueError(f"--output-tokens={args.output_tokens} leaves no decoding to time: give 4 or more.")
     modes = args.modes.split(",")
     if unknown := set(modes) - set(PROPOSERS_MODE):
         raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(PROPOSERS_MODE)}.")
@@ -160,12 +162,13 @@ def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
 
 def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """One mode's entry, from its processes."""
-    prompt_tokens, output_tokens = args.prompts * args.prompt_tokens, args.prompts * (args.output_tokens - 1)
+    prompt_tokens, output_tokens = args.prompts * args.prompt_tokens, args.prompts * (args.output_tokens - 2)
     timed = [run for process in runs for run in process["runs"]]
     entry = {
         "proposer": runs[0]["proposer"],
         "prefill_tokens_per_s": quartiles([prompt_tokens / run["prefill_s"] for run in timed], 1),
         "decode_tokens_per_s": quartiles([output_tokens / run["decode_s"] for run in timed], 1),
+        "last_answer_ms": quartiles([run["last_answer_ms"] for run in timed], 1),
         "num_gpu_blocks": runs[0]["num_gpu_blocks"],
         "peak_rss_bytes": max(process["peak_rss_bytes"] for process in runs),
         "copies": runs[0]["copies"],
@@ -190,7 +193,7 @@ def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
 def format_table(result: dict[str, Any]) -> str:
     modes = result["modes"]
     rows = [["", *modes]]
-    for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+    for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "last_answer_ms"):
         speeds = (entry.get(key) for entry in modes.values())
         rows.append([key, *("-" if s is None else f"{s['median']:.0f} [{s['q1']:.0f}, {s['q3']:.0f}]" for s in speeds)])
     for key in ("overhead_prefill", "overhead_decode", *COUNTS):

@@ -54,33 +54,51 @@ def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_prompts(engine: Any, spec: dict[str, Any], prompts: list[list[int]], max_tokens: int, tag: str) -> Any:
-    """Generates greedily for all prompts, `batch` at a time, and takes the times.
+def run_prefill(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds until every prompt, all given at once, has its answer and so its record; and the answers."""
+    began = time.perf_counter()
+    add_requests(engine, prompts, params, tag)
+    answers = []
+    while engine.has_unfinished_requests():
+        answers += [read_answer(output) for output in engine.step() if output.finished]
+    return time.perf_counter() - began, answers
+
+
+def run_decode(
+    engine: Any, prompts: list[list[int]], params: Any, tag: str
+) -> tuple[float, float, list[dict[str, Any]]]:
+    """Decodes all prompts in step.
 
     Returns:
-        seconds until every request had a token, seconds after that until every answer was there, and the answers.
+        seconds between everybody's first token and their last but one, seconds from there to the last answer, which
+        waits for its record, and the answers.
     """
+    add_requests(engine, prompts, params, tag)
+    lengths: dict[str, int] = {}
+    answers: list[dict[str, Any]] = []
+    first = last_but_one = 0.0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                answers.append(read_answer(output))
+        reached = min(lengths.values()) if len(lengths) == len(prompts) else 0
+        first = first or (time.perf_counter() if reached else 0.0)
+        last_but_one = last_but_one or (time.perf_counter() if reached == params.max_tokens - 1 else 0.0)
+    return last_but_one - first, time.perf_counter() - last_but_one, answers
+
+
+def ask(spec: dict[str, Any], max_tokens: int) -> Any:
+    """Greedy, with a record of all rows where the mode extracts."""
     from vllm import SamplingParams
 
     extra = {} if spec["mode"] == "none" else {"kv_transfer_params": {"include_output_tokens": True}}
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-    prefill = decode = 0.0
-    answers: list[dict[str, Any]] = []
-    for start in range(0, len(prompts), spec["batch"]):
-        part = prompts[start : start + spec["batch"]]
-        began = time.perf_counter()
-        for i, prompt in enumerate(part):
-            engine.add_request(f"{tag}-{start + i}", {"prompt_token_ids": prompt}, params)
-        waiting, first = {f"{tag}-{start + i}" for i in range(len(part))}, began
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if waiting:
-                waiting -= {output.request_id for output in outputs}
-                first = time.perf_counter()
-            answers += [read_answer(output) for output in outputs if output.finished]
-        prefill += first - began
-        decode += time.perf_counter() - first
-    return prefill, decode, answers
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+
+
+def add_requests(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> None:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
 
 
 def read_answer(output: Any) -> dict[str, Any]:
@@ -105,19 +123,23 @@ def host_bytes(spec: dict[str, Any]) -> int | None:
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     report_progress("starting the engine")
     llm = build_engine(spec)
-    engine = llm.llm_engine
-    result: dict[str, Any] = {**describe_engine(llm), "runs": [], "answers": []}
-    run_prompts(engine, spec, spec["prompts"], 4, "warm-up")
+    engine, prompts, batch = llm.llm_engine, spec["prompts"], spec["batch"]
+    result: dict[str, Any] = {**describe_engine(llm), "runs": []}
+    run_prefill(engine, prompts, ask(spec, 1), "warm-up-prefill")
+    run_decode(engine, prompts[:batch], ask(spec, 4), "warm-up-decode")
     for run in range(spec["runs"]):
         report_progress(f"run {run + 1} of {spec['runs']}")
-        # A prefill is over when its answer is there, and so is its record.
-        *seconds, prefilled = run_prompts(engine, spec, spec["prompts"], 1, f"prefill-{run}")
-        _, decode_s, decoded = run_prompts(engine, spec, spec["prompts"], spec["output_tokens"], f"decode-{run}")
-        answers = prefilled + decoded
+        prefill_s, answers = run_prefill(engine, prompts, ask(spec, 1), f"prefill-{run}")
+        decode_s, end_s = 0.0, 0.0
+        for start in range(0, len(prompts), batch):
+            part, tag = prompts[start : start + batch], f"decode-{run}-{start}"
+            seconds, rest, decoded = run_decode(engine, part, ask(spec, spec["output_tokens"]), tag)
+            decode_s, end_s, answers = decode_s + seconds, end_s + rest, answers + decoded
         result["runs"].append(
             {
-                "prefill_s": round(sum(seconds), 4),
+                "prefill_s": round(prefill_s, 4),
                 "decode_s": round(decode_s, 4),
+                "last_answer_ms": round(1e3 * end_s / -(-len(prompts) // batch), 3),
                 "files_missing": sum(not answer["there"] for answer in answers),
             }
         )

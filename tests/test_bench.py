@@ -160,7 +160,7 @@ def test_extraction_is_measured_with_every_row_checked_and_a_mode_that_cannot_ru
     assert "does not support EAGLE3 interface" in upstream["error"]
     assert "upstream did not run" in done.stdout
     for entry in (none, ours):
-        for key in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "last_answer_ms"):
             assert 0 < entry[key]["q1"] <= entry[key]["median"] <= entry[key]["q3"]
     assert none["overhead_prefill"] == none["overhead_decode"] == 1
     assert ours["overhead_prefill"] > 0
