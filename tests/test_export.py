@@ -134,7 +134,18 @@ def test_a_record_of_a_prompt_alone_is_trained_on_as_a_whole(tmp_path: Path) -> 
     assert torch.load(tmp_path / "out" / "00000000.pt", weights_only=True)["loss_mask"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# A layer norm, and an RMS norm by another name, which might stand elsewhere in another model.
+UNKNOWN_NORMS = ("cohere", "lfm2")
+
+
+@pytest.mark.parametrize("family", UNKNOWN_NORMS)
+def test_a_model_with_another_norm_is_refused(family: str, tmp_path: Path) -> None:
+    write_model(family, tmp_path)
+    with pytest.raises(ValueError, match=r"has no RMS norm called norm\.weight outside its layers"):
+        FinalNorm(tmp_path)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNKNOWN_NORMS])
 def test_the_final_norm_is_the_one_of_transformers(family: str, tmp_path: Path) -> None:
     import transformers
 
