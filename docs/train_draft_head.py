@@ -8,6 +8,7 @@ embeddings and the output head are the target's.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ LAYER_IDS = [1, 3, 6]  # 6 is what leaves the last of six layers
 
 def extract(root: Path, count: int, num_tokens: int) -> None:
     """Writes records of prompts cut out of the standard library's sources."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by itself vLLM takes nearly all of the machine
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -102,6 +102,7 @@ def many(llm: LLM, root: str) -> dict[str, Any]:
         "window": generate(llm, prompts(60), ask(window=[10, 45])),
         "window past the end": generate(llm, prompts(60), ask(window=[50, 500], **everything)),
         "off": generate(llm, prompts(60), ask(extract=False)),
+        "stop string": generate(llm, prompts(60), SamplingParams(temperature=0, max_tokens=40, stop=["e", " "])),
         "named": generate(llm, prompts(60), ask(name="set/one")),
         "same name": generate(llm, prompts(60), ask(name="set/one.safetensors")),
     }

@@ -45,7 +45,7 @@ def outputs(many: Run) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_when_generate_returns_every_record_is_there_and_every_row_is_right(many: Run) -> None:
-    with_record = [(name, facts) for name, facts in outputs(many) if name not in ("off", "same name")]
+    with_record = [(name, facts) for name, facts in outputs(many) if name not in ("off", "stop string", "same name")]
     assert len(with_record) == 27
     wrong = [(name, facts) for name, facts in with_record if "rows" not in facts or not right(facts)]
     assert wrong == []
@@ -62,6 +62,12 @@ def test_prompt_rows_or_all_rows_or_a_window_of_them_as_the_request_asks(many: R
     assert [(f["first"], f["rows"]) for f in batches["window"]] == [(10, 35)]
     assert [(f["first"], f["rows"]) for f in batches["window past the end"]] == [(50, 60 + 7 - 50)]
     assert [f["params"] for f in batches["off"]] == [None]
+
+
+def test_a_stop_string_ends_a_request_without_a_record_and_the_log_says_so_once(many: Run) -> None:
+    (facts,) = many.value["batches"]["stop string"]
+    assert (facts["reason"], facts["params"]) == ("stop", None)
+    assert many.log.count("A request that ends by a stop string leaves no record") == 1
 
 
 def test_reused_prefixes_bring_their_rows(many: Run) -> None:

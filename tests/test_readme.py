@@ -17,6 +17,7 @@ BLOCKS = [(language, text) for language, text in BLOCK.findall(README)]
 COMMANDS = [text.replace("\\\n", " ").strip() for language, text in BLOCKS if language == "bash"]
 SERVE = [command for command in COMMANDS if "--speculative-config" in command]
 REST = [line for command in COMMANDS if command not in SERVE for line in command.splitlines() if line != "make test"]
+PARTS = ("mtp", "proposers", "proposers/hidden_states", "bench", "tools")
 MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
@@ -28,7 +29,7 @@ def test_the_readme_has_the_blocks_that_these_tests_run() -> None:
 
 def test_the_structure_has_a_line_for_every_module() -> None:
     structure = (ROOT / "docs" / "structure.md").read_text()
-    modules = [path for part in ("mtp", "proposers", "bench", "tools") for path in (ROOT / part).glob("*.py")]
+    modules = [path for part in PARTS for path in (ROOT / part).glob("*.py")]
     missing = {str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"}
     missing = {path for path in missing if f"`{path}`" not in structure}
     assert missing == set()

@@ -109,6 +109,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._plan = ExtractionPlan.of(vllm_config)
             self._takes: list[Take] = []
             self._number = 0
+            self._warn_of_stop_strings = True
             # Requests whose record is on its way: the output to be sent then, once the request's step has made one.
             self._held: dict[str, tuple[int, EngineCoreOutput] | None] = {}
             self._results: dict[str, dict[str, Any]] = {}
@@ -129,6 +130,14 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing is loaded."""
+
+    def on_new_request(self, request: Any) -> None:
+        if self._warn_of_stop_strings and getattr(request.sampling_params, "stop", None):
+            self._warn_of_stop_strings = False
+            logger.warning(
+                "A request that ends by a stop string leaves no record: the front end ends it, which the engine can't "
+                "tell from an abort. Use stop_token_ids."
+            )
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
