@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: a mode that doesn't exist.
         RuntimeError: a mode's process failed; the message ends with the end of its log.
     """
-    modes = args.modes.split(",")
-    if unknown := set(modes) - set(PROPOSERS_MODE):
-        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(PROPOSERS_MODE)}.")
+    modes = parse_modes(args.modes, PROPOSERS_MODE)
     from transformers import AutoTokenizer
 
     spec = {
@@ -102,6 +101,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "lossless": len(set(hashes.values())) == 1 if "none" in hashes else None,
         "text": raw[modes[-1]]["text"],
     }
+
+
+def parse_modes(text: str, known: Iterable[str]) -> list[str]:
+    """Raises `ValueError` for a mode that doesn't exist."""
+    modes = text.split(",")
+    if unknown := set(modes) - set(known):
+        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
+    return modes
 
 
 def run_mode(spec: dict[str, Any], worker: str = "bench.worker") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -192,13 +191,3 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
         if chosen:
             panel.legend(frameon=False)
     figure.savefig(path, dpi=130)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cost", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,13 @@
 """One draft of `bench cost`, in a process of its own: `python -m bench.cost_worker SPEC.json RESULT.json`."""
 
-import json
-import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.spread import quartiles
-from bench.worker import describe_engine, report_progress, run_batch
+from bench.worker import describe_engine, keep_engine_in_process, report_progress, run_batch, run_worker
 
 BLOCK_SIZE = 32
 
@@ -36,9 +32,7 @@ class Pass:
 
 def build_engine(spec: dict[str, Any]) -> Any:
     """An in-process `LLM` with dummy weights: what a pass costs does not depend on what it drafts."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["MTP_PROPOSERS"] = "on"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    keep_engine_in_process("on")
     from vllm import LLM
 
     longest = max(spec["prompt_tokens"], *spec["prompt_rows"]) + spec["output_tokens"] + spec["k"] + 1
@@ -138,10 +132,5 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {**describe_engine(llm), "groups": groups, "points": points}
 
 
-def main() -> None:
-    spec_file, result_file = map(Path, sys.argv[1:])
-    result_file.write_text(json.dumps(measure(json.loads(spec_file.read_text()))))
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(measure)

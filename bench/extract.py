@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.compare import run_mode, table
+from bench.compare import parse_modes, run_mode, table
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment
 from bench.reference import ROOT
@@ -60,9 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.output_tokens < 4:
         raise ValueError(f"--output-tokens={args.output_tokens} leaves no decoding to time: give 4 or more.")
-    modes = args.modes.split(",")
-    if unknown := set(modes) - set(PROPOSERS_MODE):
-        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(PROPOSERS_MODE)}.")
+    modes = parse_modes(args.modes, PROPOSERS_MODE)
     from transformers import AutoTokenizer
 
     config = json.loads(Path(args.model, "config.json").read_text())

@@ -1,14 +1,11 @@
 """One mode of `bench extract`, in a process of its own: `python -m bench.extraction_worker SPEC.json RESULT.json`."""
 
-import json
-import os
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.worker import PROPOSERS_MODE, describe_engine, report_progress
+from bench.worker import PROPOSERS_MODE, describe_engine, keep_engine_in_process, report_progress, run_worker
 
 # How often a row is copied between the model and the file, by the code: ours writes the captured stream to a buffer,
 # scatters it to the store and gathers it to the host; vLLM's stacks it, copies it to a buffer, scatters, gathers.
@@ -17,9 +14,7 @@ COPIES = {"none": 0, "upstream": 4, "ours": 3}
 
 def build_engine(spec: dict[str, Any]) -> Any:
     """An in-process `LLM` for the mode of the spec."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["MTP_PROPOSERS"] = PROPOSERS_MODE[spec["mode"]]
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    keep_engine_in_process(PROPOSERS_MODE[spec["mode"]])
     from vllm import LLM
 
     return LLM(
@@ -151,10 +146,5 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    spec_file, result_file = map(Path, sys.argv[1:])
-    result_file.write_text(json.dumps(measure(json.loads(spec_file.read_text()))))
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(measure)

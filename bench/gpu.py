@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.compare import run_mode
+from bench.compare import parse_modes, run_mode
 from bench.environment import describe_environment
 from bench.gpu_worker import MODES
 
@@ -81,9 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    modes = args.modes.split(",")
-    if unknown := set(modes) - set(MODES):
-        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(MODES)}.")
+    modes = parse_modes(args.modes, MODES)
     config = make_config(args.layers)
     settings = {
         "layers": args.layers,

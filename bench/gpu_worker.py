@@ -1,18 +1,23 @@
 """One mode of `bench gpu`, in a process of its own: `python -m bench.gpu_worker SPEC.json RESULT.json`."""
 
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from bench.spread import quartiles
-from bench.worker import acceptance_counters, describe_engine, report_progress, run_batch
+from bench.worker import (
+    acceptance_counters,
+    describe_engine,
+    drafter_of,
+    keep_engine_in_process,
+    report_progress,
+    run_batch,
+    run_worker,
+)
 
 # `MTP_PROPOSERS`, and the runner that is asked for; the package chooses its own.
 MODES = {
@@ -36,8 +41,7 @@ FAMILIES = {  # by parts of kernel names, the first that matches
 def build_engine(spec: dict[str, Any]) -> tuple[Any, int]:
     """An in-process `LLM` for the mode of the spec, and the bytes that its graphs take."""
     mode, runner = MODES[spec["mode"]]
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["MTP_PROPOSERS"] = mode
+    keep_engine_in_process(mode)
     if runner is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
     from vllm import LLM
@@ -101,7 +105,7 @@ def time_propose(llm: Any) -> list[tuple[float, float]]:
 
     def wrap(worker: Any) -> None:
         runner = worker.model_runner
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        drafter = drafter_of(runner)
         if drafter is None:
             return
         original = drafter.propose
@@ -238,7 +242,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 def weight_bytes(worker: Any) -> dict[str, int]:
     """Bytes of experts, of embeddings, which a step reads a few rows of, and of everything else."""
     runner = worker.model_runner
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    drafter = drafter_of(runner)
     totals = {"experts": 0, "embeddings": 0, "dense": 0}
     seen: set[int] = set()
     for model in (runner.model, getattr(drafter, "model", None)):
@@ -250,10 +254,5 @@ def weight_bytes(worker: Any) -> dict[str, int]:
     return totals
 
 
-def main() -> None:
-    spec_file, result_file = map(Path, sys.argv[1:])
-    result_file.write_text(json.dumps(measure(json.loads(spec_file.read_text()))))
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(measure)

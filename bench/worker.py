@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,21 @@ def report_progress(text: str) -> None:
     print(PROGRESS + text, flush=True)
 
 
+def keep_engine_in_process(proposers_mode: str) -> None:
+    """Sets what vLLM reads from the environment when it is first imported, under this `MTP_PROPOSERS`."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["MTP_PROPOSERS"] = proposers_mode
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def drafter_of(runner: Any) -> Any:
+    """The V1 runner's proposer or the V2 runner's speculator; None where there is neither."""
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
 def build_engine(spec: dict[str, Any]) -> Any:
     """An in-process `LLM` for the mode of the spec."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["MTP_PROPOSERS"] = PROPOSERS_MODE[spec["mode"]]
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    keep_engine_in_process(PROPOSERS_MODE[spec["mode"]])
     from vllm import LLM
 
     speculative = {"method": "mtp", "num_speculative_tokens": spec["k"], **spec["speculative_config"]}
@@ -44,7 +55,7 @@ def describe_engine(llm: Any) -> dict[str, str | None]:
 
     def inspect(worker: Any) -> dict[str, str | None]:
         runner = worker.model_runner
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        drafter = drafter_of(runner)
         name = lambda x: f"{type(x).__module__}.{type(x).__qualname__}"  # noqa: E731
         return {"runner": name(runner), "proposer": None if drafter is None else name(drafter)}
 
@@ -144,10 +155,11 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
+def run_worker(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What every worker does: reads the spec that its command line names, and writes what was measured."""
     spec_file, result_file = map(Path, sys.argv[1:])
     result_file.write_text(json.dumps(measure(json.loads(spec_file.read_text()))))
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(measure)

@@ -72,9 +72,7 @@ class PassGraphs:
     @torch.inference_mode()
     def capture(self, num_reqs: int) -> None:
         """Records the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
-        self._seq_lens.zero_()
-        self._rows.query_start_loc.zero_()
-        self._rows.last_rows.fill_(-1 - self.query_len)
+        self._pad(0, num_reqs, num_rows=0)
         self._history_slots.fill_(self._padding_slot)
         self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
@@ -135,15 +133,21 @@ class PassGraphs:
         async_tensor_h2d(padded, out=self._history_slots[:size])
         self._seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
         if size > num_reqs:
-            # A sequence of no rows that ends so far before it begins that drafts past its end are padding too.
-            self._seq_lens[num_reqs:size].zero_()
-            self._rows.query_start_loc[num_reqs + 1 : size + 1].fill_(num_rows)
-            self._rows.last_rows[num_reqs:size].fill_(num_rows - 1 - self.query_len)
+            self._pad(num_reqs, size, num_rows)
         for group, table in zip(self._groups, self._tables, strict=True):
             table[:num_reqs].copy_(group.table(num_reqs))
         graph, drafts = self._graphs[size]
         graph.replay()
         return drafts[:num_reqs].clone()
+
+    def _pad(self, first: int, end: int, num_rows: int) -> None:
+        """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
+
+        Each is a sequence of no rows that ends so far before it begins that drafts past its end are padding too.
+        """
+        self._seq_lens[first:end].zero_()
+        self._rows.query_start_loc[first + 1 : end + 1].fill_(num_rows)
+        self._rows.last_rows[first:end].fill_(num_rows - 1 - self.query_len)
 
     def _static(self, num_reqs: int) -> tuple[PassInputs, CommonAttentionMetadata]:
         """The first `num_reqs` requests of the static inputs, and metadata of sequences of any length."""

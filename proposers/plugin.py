@@ -19,6 +19,10 @@ logger = logging.getLogger("vllm.proposers")
 
 CONNECTOR = "HiddenStatesConnector"
 
+# Of several patches.
+_NO_REGISTRY = "none yet: the runner has no registry of proposers"
+_PLUGIN_PROPOSERS = "vLLM lets a plugin name the proposer of a method"
+
 
 def register() -> None:
     """Entry point in the group `vllm.general_plugins`.
@@ -224,16 +228,16 @@ DRAFTING = (
         parameters=("self",),
         replace=_is_multi_group,
         why="known architectures take the runner's multi-group branch.",
-        upstream="none yet: the runner has no registry of proposers",
-        until="vLLM lets a plugin name the proposer of a method",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:Step3p5MTPProposer",
         parameters=("vllm_config", "device", "runner"),
         replace=_build_known,
         why="the runner builds its multi-group proposer, and recognises it later, by this name.",
-        upstream="none yet: the runner has no registry of proposers",
-        until="vLLM lets a plugin name the proposer of a method",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
@@ -417,9 +421,6 @@ def _hold_back_until_written(original: Any) -> Any:
 
     return update_from_output
 
-
-_NO_REGISTRY = "none yet: the runner has no registry of proposers"
-_PLUGIN_PROPOSERS = "vLLM lets a plugin name the proposer of a method"
 
 EXTRACTION = (
     Patch(
