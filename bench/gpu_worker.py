@@ -25,6 +25,7 @@ MODES = {
     "upstream-v1": ("upstream", "0"),
     "upstream-v2": ("upstream", "1"),
     "ours": ("on", None),
+    "ours-v2": ("on", "1"),
 }
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches

@@ -17,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
     parser.add_argument("--graphs", action="store_true", help="record decode steps and passes as CUDA graphs")
+    parser.add_argument(
+        "--runner",
+        choices=("v1", "v2"),
+        default="v1",
+        help="vLLM's model runner; v2 on the CPU by Triton's interpreter",
+    )
     parser.add_argument("--setup", action="append", help="only engines of that name (repeatable)")
 
 
@@ -26,11 +32,19 @@ def run(args: argparse.Namespace) -> int:
 
     # The oracle lives with the tests, which are not installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.interpreter import use_v2_runner
     from tests.oracle.driver import run_schedules
     from tests.oracle.schedules import SETUPS
 
+    if args.runner == "v2":
+        use_v2_runner()
     gpus = torch.cuda.device_count()
-    fitting = [setup for setup in SETUPS if not gpus or setup.ranks <= gpus]  # a rank needs a GPU of its own
+    fitting = [
+        setup
+        for setup in SETUPS
+        if (not gpus or setup.ranks <= gpus)  # a rank needs a GPU of its own
+        and (args.runner == "v1" or setup.v2)
+    ]
     setups = [setup for setup in fitting if not args.setup or setup.name in args.setup]
     if not setups:
         names = ", ".join(repr(setup.name) for setup in fitting)
@@ -44,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         graphs=args.graphs,
         progress=True,
     )
-    text = json.dumps(record.to_json(), indent=1)
+    text = json.dumps({"runner": args.runner} | record.to_json(), indent=1)
     print(text)
     if args.json:
         args.json.write_text(text + "\n")

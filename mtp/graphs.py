@@ -11,9 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.groups import DraftGroup
@@ -27,6 +25,8 @@ class PassGraphs:
         run: the pass of a batch, from its inputs and metadata to `[num_reqs, num_drafts]` token ids.
         query_len: rows of each window, 1 + drafts.
         padding_slot: a slot of the history that belongs to no request.
+        tables_stay: the groups' block tables are bound for good, hold every number of requests, and the host fills them
+            in place: a recorded pass reads them as they are. Else it has copies.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class PassGraphs:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        tables_stay: bool = False,
     ) -> None:
         self.query_len = query_len
         self._run = run
@@ -53,8 +54,12 @@ class PassGraphs:
         starts = torch.arange(0, num_rows + 1, query_len, dtype=torch.int32)
         self._query_start_loc_cpu, self._query_start_loc = starts, starts.to(device)  # of the windows
         self._seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._tables_stay = tables_stay
         self._tables = [
-            torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device) for group in groups
+            group.table(max_num_reqs)
+            if tables_stay
+            else torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device)
+            for group in groups
         ]
         self._rows = StepRows(
             token_ids=torch.zeros(num_rows, dtype=torch.int32, device=device),
@@ -73,7 +78,6 @@ class PassGraphs:
     def capture(self, num_reqs: int) -> None:
         """Records the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
         self._pad(0, num_reqs, num_rows=0)
-        self._history_slots.fill_(self._padding_slot)
         self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
             # Of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
@@ -103,39 +107,32 @@ class PassGraphs:
         index = bisect_left(self._sizes, cad.num_reqs)
         return self._sizes[index] if index < len(self._sizes) else None
 
-    def replay(
-        self,
-        size: int,
-        rows: StepRows,
-        next_token_ids: torch.Tensor,
-        history_slots: Sequence[int],
-        cad: CommonAttentionMetadata,
-    ) -> torch.Tensor:
+    def replay(self, size: int, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
         """Runs a batch.
 
         Args:
             size: of `size_for`.
-            rows, next_token_ids, cad: as for an eager pass.
-            history_slots: of each request; empty where there is no history.
+            inputs, cad: as for an eager pass; no chunk may end before its prompt.
 
         Returns:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
         num_reqs, num_rows = cad.num_reqs, cad.num_actual_tokens
+        rows = inputs.rows
         self._rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
         self._rows.positions[:num_rows].copy_(rows.positions[:num_rows])
         self._rows.hidden_states[:num_rows].copy_(rows.hidden_states[:num_rows])
         self._rows.last_rows[:num_reqs].copy_(rows.last_rows)
         self._rows.query_start_loc[: num_reqs + 1].copy_(rows.query_start_loc)
-        self._next_token_ids[:num_reqs].copy_(next_token_ids)
-        padded = np.full(size, self._padding_slot)
-        padded[: len(history_slots)] = history_slots
-        async_tensor_h2d(padded, out=self._history_slots[:size])
+        self._next_token_ids[:num_reqs].copy_(inputs.next_token_ids)
+        if inputs.history_slots is not None:
+            self._history_slots[:num_reqs].copy_(inputs.history_slots)
         self._seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
         if size > num_reqs:
             self._pad(num_reqs, size, num_rows)
-        for group, table in zip(self._groups, self._tables, strict=True):
-            table[:num_reqs].copy_(group.table(num_reqs))
+        if not self._tables_stay:
+            for group, table in zip(self._groups, self._tables, strict=True):
+                table[:num_reqs].copy_(group.table(num_reqs))
         graph, drafts = self._graphs[size]
         graph.replay()
         return drafts[:num_reqs].clone()
@@ -145,6 +142,7 @@ class PassGraphs:
 
         Each is a sequence of no rows that ends so far before it begins that drafts past its end are padding too.
         """
+        self._history_slots[first:end].fill_(self._padding_slot)
         self._seq_lens[first:end].zero_()
         self._rows.query_start_loc[first + 1 : end + 1].fill_(num_rows)
         self._rows.last_rows[first:end].fill_(num_rows - 1 - self.query_len)

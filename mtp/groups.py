@@ -144,6 +144,41 @@ def build_draft_groups(
     return DraftGroups([groups[gid] for gid in sorted(groups)], layers_by_module(draft_layers, num_modules))
 
 
+def bind_draft_groups(
+    attn_groups: Sequence[Sequence[AttentionGroup]],
+    block_tables: Sequence[torch.Tensor],
+    block_sizes: Sequence[int],
+    draft_layers: Iterable[str],
+    num_modules: int,
+    max_num_tokens: int,
+    device: torch.device,
+) -> DraftGroups:
+    """The groups of a host that sorts the draft's layers itself and keeps its block tables in place.
+
+    Args:
+        attn_groups: of the draft alone, by KV cache group id.
+        block_tables: by id, `[max_num_reqs, max_blocks]` int32, which the host fills before every pass.
+        block_sizes: by id, tokens per entry of these.
+        draft_layers: the names of the layers that must be in some group.
+        max_num_tokens: rows of the largest pass.
+
+    Raises:
+        ValueError: a layer is in no KV cache group, or the layers do not divide into that many modules.
+    """
+    located = {name for groups in attn_groups for attn in groups for name in attn.layer_names}
+    if homeless := sorted(set(draft_layers) - located):
+        raise ValueError(
+            _homeless(homeless, [sorted(n for a in groups for n in a.layer_names) for groups in attn_groups])
+        )
+    groups = []
+    for gid, found in enumerate(attn_groups):
+        if found:
+            buffer = torch.full((max_num_tokens,), PADDING_SLOT_ID, dtype=torch.int64, device=device)
+            ordered = sorted(found, key=lambda attn: min(attn.layer_names))
+            groups.append(DraftGroup(gid, block_sizes[gid], buffer, ordered, block_tables[gid]))
+    return DraftGroups(groups, layers_by_module(draft_layers, num_modules))
+
+
 def layers_by_module(draft_layers: Iterable[str], num_modules: int) -> list[list[str]]:
     """The names of each module's attention layers: modules are numbered in the order of their layer index.
 
@@ -176,10 +211,14 @@ def _locate_layers(
                 spec = spec.kv_cache_specs[name if name in spec.kv_cache_specs else shared]
             located[name] = (gid, spec)
     if homeless := sorted(draft_layers.keys() - located.keys()):
-        known = [f"group {i}: {', '.join(g.layer_names)}" for i, g in enumerate(kv_cache_config.kv_cache_groups)]
-        raise ValueError(
-            f"The draft layers {homeless} are in no KV cache group, so their keys and values have nowhere to go "
-            f"({'; '.join(known) or 'there are no groups'}). This vLLM sorts layers in a way that this package does "
-            "not know: run with MTP_PROPOSERS=upstream and report the model's architecture."
-        )
+        raise ValueError(_homeless(homeless, [group.layer_names for group in kv_cache_config.kv_cache_groups]))
     return located
+
+
+def _homeless(layers: Sequence[str], layers_by_group: Sequence[Sequence[str]]) -> str:
+    known = [f"group {gid}: {', '.join(names)}" for gid, names in enumerate(layers_by_group)]
+    return (
+        f"The draft layers {layers} are in no KV cache group, so their keys and values have nowhere to go "
+        f"({'; '.join(known) or 'there are no groups'}). This vLLM sorts layers in a way that this package does "
+        "not know: run with MTP_PROPOSERS=upstream and report the model's architecture."
+    )

@@ -53,11 +53,14 @@ class PassInputs(NamedTuple):
     Attributes:
         next_token_ids: `[num_reqs]` integer, the token after each request's last valid row.
         history_slots: `[num_reqs]` int64; None for a single module, which has nothing to repair.
+        prompt_token_ids: `[num_reqs, num_modules]` integer, the tokens that follow a chunk which ends before its prompt
+            does, and -1 for other requests; None where there is no such chunk.
     """
 
     rows: StepRows
     next_token_ids: torch.Tensor
     history_slots: torch.Tensor | None
+    prompt_token_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,12 @@ class History:
             self._slots[req_id] = (state, slot)
             slots.append(slot)
         if fresh:
-            self.valid[async_tensor_h2d(np.array(fresh), device=self.valid.device)] = 0
+            self.forget(fresh)
         return slots
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Empties these slots, which have changed hands."""
+        self.valid[async_tensor_h2d(np.array(slots), device=self.valid.device)] = 0
 
     def _take(self, requests: dict[str, CachedRequestState], req_ids: Iterable[str]) -> int:
         if not self._free:
@@ -186,8 +193,8 @@ def store_rows(history: History, slots: torch.Tensor, query_start_loc: torch.Ten
 
 def chunk_ends(
     batch: InputBatch, num_sampled: np.ndarray, cad: CommonAttentionMetadata, count: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """The requests whose chunk ends before their prompt does, and the `count` tokens that follow it there.
+) -> np.ndarray | None:
+    """The `count` tokens that follow each chunk which ends before its prompt does.
 
     The prompt is followed by the output so far when a preempted request is computed again. The host is not
     asked for the token: it answers with the prompt's last one (vLLM's `prepare_next_token_ids_padded`).
@@ -196,7 +203,7 @@ def chunk_ends(
         num_sampled: `[num_reqs]`, tokens of this step that the batch counts in already.
 
     Returns:
-        `[num_partial]` request indices and `[num_partial, count]` token ids; None when every prompt is complete.
+        `[num_reqs, count]` int32 token ids, -1 where there is no such chunk; None when every prompt is complete.
     """
     upper = cad.seq_lens_cpu_upper_bound
     if upper is None:
@@ -208,7 +215,9 @@ def chunk_ends(
         return None
     # The scheduler leaves as many tokens past a chunk as there are modules; the clamp keeps the look-up in bounds.
     columns = np.minimum(ends[partial, None] + np.arange(count), totals[partial, None] - 1)
-    return partial, batch.token_ids_cpu[partial[:, None], columns]
+    follow = np.full((cad.num_reqs, count), -1, dtype=np.int32)
+    follow[partial] = batch.token_ids_cpu[partial[:, None], columns]
+    return follow
 
 
 def build_window(

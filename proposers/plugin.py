@@ -13,7 +13,16 @@ from packaging.specifiers import SpecifierSet
 
 from mtp.compat import Patch, apply_patches, check_vllm_version
 from proposers.extraction import ExtractionPlan, check_and_draft_nothing, extracts
-from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, known_architecture, load_proposer
+from proposers.registry import (
+    PROPOSERS,
+    SPECULATORS,
+    Mode,
+    draft_architecture,
+    is_known,
+    known_architecture,
+    load_proposer,
+    load_speculator,
+)
 
 logger = logging.getLogger("vllm.proposers")
 
@@ -155,14 +164,51 @@ def _route_to_v1(original: Any) -> Any:
         if not is_known(self.speculative_config) and not extracts(self.speculative_config):
             return features
         if envs.VLLM_USE_V2_MODEL_RUNNER:
-            logger.warning(
-                "VLLM_USE_V2_MODEL_RUNNER=1 asks for the V2 model runner, on which vLLM's own speculator drafts and "
-                "not vllm-mtp-proposers. Unset it to draft with this package."
-            )
             return features
-        return [*features, "drafting by vllm-mtp-proposers (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2 and its own drafter)"]
+        if extracts(self.speculative_config):
+            return [*features, "hidden-state extraction by vllm-mtp-proposers"]
+        there_too = known_architecture(self.speculative_config) in SPECULATORS
+        drafts = "it drafts there too" if there_too else "where vLLM's own speculator drafts"
+        return [*features, f"drafting by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2: {drafts})"]
 
     return _get_v2_model_runner_unsupported_features
+
+
+def _build_speculator(original: Any) -> Any:
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        config = vllm_config.speculative_config
+        architecture = known_architecture(config)
+        if architecture is None:
+            return original(vllm_config, device, req_states)
+        if reason := _why_not_on_v2(vllm_config, architecture):
+            logger.warning("vLLM's own speculator drafts for %s on the V2 model runner: %s.", architecture, reason)
+            return original(vllm_config, device, req_states)
+        speculator = load_speculator(architecture)
+        logger.info(
+            "%s.%s drafts for %s on the V2 model runner, %d tokens a step, instead of vLLM's own speculator "
+            "(MTP_PROPOSERS=upstream switches back).",
+            speculator.__module__,
+            speculator.__name__,
+            architecture,
+            config.num_speculative_tokens,
+        )
+        return speculator(vllm_config, device)
+
+    return init_speculator
+
+
+def _why_not_on_v2(vllm_config: Any, architecture: str) -> str | None:
+    """Why this package doesn't draft on the V2 runner, where it doesn't."""
+    parallel = vllm_config.parallel_config
+    reasons = {
+        "models of one module are left to it there": architecture not in SPECULATORS,
+        "vllm-mtp-proposers has no data parallelism there": parallel.data_parallel_size > 1,
+        "vllm-mtp-proposers has no context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "vllm-mtp-proposers has no adaptive verification": vllm_config.speculative_config.enable_adaptive_verification,
+        "vllm-mtp-proposers has no watermarking": getattr(vllm_config, "watermark_config", None) is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _drafts_up_to_the_limit(original: Any) -> Any:
@@ -279,9 +325,18 @@ DRAFTING = (
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         parameters=("self",),
         replace=_route_to_v1,
-        why="on CUDA the V2 runner is the default and would pass us by without a word.",
+        why="on CUDA the V2 runner is the default; ours drafts there when it is asked for by name, until a measurement "
+        "on a GPU says which is faster, and extraction does not run there.",
         upstream="none yet",
-        until="the proposers run on the V2 runner",
+        until="extraction runs on the V2 runner, and drafting there is the faster",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:init_speculator",
+        parameters=("vllm_config", "device", "req_states"),
+        replace=_build_speculator,
+        why="the V2 runner builds its speculator by this name, which its module has imported.",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
     ),
 )
 

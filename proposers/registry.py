@@ -9,11 +9,18 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
     from mtp.proposer import MultiGroupProposer
+    from proposers.speculator import MultiGroupSpeculator
 
 PROPOSERS = {
     "Step3p5MTP": "proposers.step3p5:Step3p5Proposer",
     "MiMoMTPModel": "proposers.mtp:MiMoProposer",
 }
+"""What drafts for an architecture on vLLM's V1 model runner."""
+
+SPECULATORS = {
+    "Step3p5MTP": "proposers.speculator:Step3p5Speculator",
+}
+"""And on V2. Models of one module stay with the host's speculator there, which makes the same drafts."""
 
 
 class Mode(StrEnum):
@@ -55,6 +62,15 @@ def is_known(config: "SpeculativeConfig | None") -> bool:
 
 
 def load_proposer(architecture: str) -> "type[MultiGroupProposer]":
-    module, _, name = PROPOSERS[architecture].partition(":")
-    proposer: Any = getattr(importlib.import_module(module), name)
+    proposer: Any = _load(PROPOSERS[architecture])
     return proposer
+
+
+def load_speculator(architecture: str) -> "type[MultiGroupSpeculator]":
+    speculator: Any = _load(SPECULATORS[architecture])
+    return speculator
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -7,15 +7,17 @@ from vllm.config import VllmConfig, replace
 from vllm.model_executor.models.utils import get_draft_quant_config
 
 from mtp.norms import fuse_gemma_norms
+from mtp.passes import DraftPasses
 from mtp.proposer import MultiGroupProposer
 from mtp.steps import DraftDescriptor
 
 
-class Step3p5Proposer(MultiGroupProposer):
+class Step3p5Passes(DraftPasses):
+    """What is Step-3.5's own, on either runner."""
+
     descriptor: ClassVar = DraftDescriptor("Step3p5MTP", modules_key="num_nextn_predict_layers", own_heads=True)
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        super().load_model(target_model)
+    def prepare_model(self) -> None:
         fuse_gemma_norms(self.model)
 
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
@@ -24,6 +26,8 @@ class Step3p5Proposer(MultiGroupProposer):
         head = predictor.layers[str(predictor.mtp_start_layer_idx + module)].shared_head
         return predictor.logits_processor.get_top_tokens(head.head, head(hidden))
 
+
+class Step3p5Proposer(Step3p5Passes, MultiGroupProposer):
     def _create_draft_vllm_config(self) -> VllmConfig:
         # Layers are built from the draft's config, which counts the modules in, and quantised by the draft's own.
         base = super()._create_draft_vllm_config()

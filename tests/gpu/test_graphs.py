@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bench.corpus import held_out_prompts
-from mtp.proposer import Drafts
 from mtp.window import PassInputs
 from tests.engine import TINY
 
@@ -66,8 +65,8 @@ class Checked:
         return drafts, left
 
     def eager(self, inputs: PassInputs, cad: Any) -> torch.Tensor:
-        drafts = Drafts(self.drafter.plan.num_speculative_tokens, None)
-        self.drafter._run_pass(inputs, copy.copy(cad), None, None, drafts)
+        drafts = self.drafter._new_drafts(self.drafter.plan.num_speculative_tokens)
+        self.drafter._run_pass(inputs, copy.copy(cad), None, drafts)
         return torch.stack(drafts.token_ids, dim=1)
 
     def padded(self, size: int, *arguments: Any) -> torch.Tensor:
@@ -77,11 +76,10 @@ class Checked:
         self.graphs._graphs[size] = graph, drafts
         return result
 
-    def __call__(self, size: int, rows: Any, next_token_ids: Any, history_slots: Any, cad: Any) -> torch.Tensor:
-        arguments = (rows, next_token_ids, history_slots, cad)
+    def __call__(self, size: int, inputs: PassInputs, cad: Any) -> torch.Tensor:
+        arguments = (inputs, cad)
         self.poison_tables(cad)
-        slots = torch.tensor(history_slots, device=cad.seq_lens.device)
-        plain, plain_left = self.undone(lambda: self.eager(PassInputs(rows, next_token_ids, slots), cad))
+        plain, plain_left = self.undone(lambda: self.eager(inputs, cad))
         padded, padded_left = self.undone(lambda: self.padded(size, *arguments))
         replayed = self._replay(size, *arguments)
         assert torch.equal(replayed, padded)

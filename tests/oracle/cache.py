@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracle.runners import RunnerView
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -87,7 +89,7 @@ class ModuleCache:
         return keys, values
 
 
-def module_caches(runner: Any) -> list[ModuleCache]:
+def module_caches(view: RunnerView) -> list[ModuleCache]:
     """The caches of the draft's modules, in the order of their layers' indices.
 
     Raises:
@@ -97,9 +99,10 @@ def module_caches(runner: Any) -> list[ModuleCache]:
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.models.utils import extract_layer_index
 
+    runner = view.runner
     groups = runner.kv_cache_config.kv_cache_groups
     layers = runner.vllm_config.compilation_config.static_forward_context
-    names = sorted(runner.drafter._draft_attn_layer_names, key=extract_layer_index)
+    names = sorted(view.layer_names, key=extract_layer_index)
     caches = []
     for module, name in enumerate(names):
         where = [index for index, group in enumerate(groups) if name in group.layer_names]

@@ -6,12 +6,14 @@ calls a function of this module and prints what it returns as one line of JSON, 
 """
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.engine import TINY
+from tests.interpreter import use_v2_runner
 from tests.oracle.dense import DenseModel
 from tests.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
 from tests.oracle.ranks import run_on_ranks
@@ -103,4 +105,6 @@ def _setup(name: str) -> Setup:
 
 
 if __name__ == "__main__":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        use_v2_runner()
     print("\n" + json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -18,6 +18,7 @@ from tests.oracle.dense import Reference
 from tests.oracle.ranks import add_ranks, run_on_ranks
 from tests.oracle.record import Record
 from tests.oracle.replayed import replaying
+from tests.oracle.runners import view_of
 from tests.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
 from tests.oracle.variants import checkpoint, dense_model, drafter_of
 from tests.oracle.watch import Continuation, Watcher
@@ -55,6 +56,10 @@ class Engine:
     @property
     def runner(self) -> Any:
         return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def drafter(self) -> Any:
+        return view_of(self.runner).drafter
 
     def __enter__(self) -> "Engine":
         return self
@@ -248,7 +253,7 @@ def run_schedules(
             stack.enter_context(_counting_grammar_cuts(engine, record))
             stack.enter_context(plant(engine) if plant is not None else nullcontext())
             if setup.replayed:
-                stack.enter_context(replaying(engine.runner.drafter, setup.graph_sizes, record.events))
+                stack.enter_context(replaying(engine.drafter, setup.graph_sizes, record.events))
             watcher = Watcher(
                 engine.runner,
                 dense,

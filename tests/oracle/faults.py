@@ -22,7 +22,7 @@ def none(engine: Engine) -> AbstractContextManager[Any]:
 
 def module_0_only(engine: Engine) -> AbstractContextManager[Any]:
     """The later modules write one row per request and pass, as vLLM's own proposer has it."""
-    drafter = engine.runner.drafter
+    drafter = engine.drafter
     run_chain, forward = drafter._run_chain, drafter._forward
     last_rows = torch.empty(0)
 
@@ -50,16 +50,16 @@ def module_0_only(engine: Engine) -> AbstractContextManager[Any]:
 
 def no_history(engine: Engine) -> AbstractContextManager[Any]:
     """What was drafted and then rejected stays in the later modules' caches."""
-    return mock.patch.object(engine.runner.drafter.history, "store", return_value=None)
+    return mock.patch.object(engine.drafter.history, "store", return_value=None)
 
 
 def primary_block_size(engine: Engine) -> AbstractContextManager[Any]:
     """All groups' slots are counted in blocks of the first group's size; those outside the cache are dropped."""
-    from mtp import proposer
+    from mtp import passes
 
-    primary = engine.runner.drafter.groups.primary.block_size
+    primary = engine.drafter.groups.primary.block_size
     num_blocks = engine.runner.kv_cache_config.num_blocks
-    write = proposer.write_slot_mappings
+    write = passes.write_slot_mappings
 
     def wrong(groups: Any, *args: Any) -> None:
         sizes = [group.block_size for group in groups]
@@ -70,19 +70,20 @@ def primary_block_size(engine: Engine) -> AbstractContextManager[Any]:
             group.block_size = size
             group.slot_mapping[group.slot_mapping >= num_blocks * size] = PADDING_SLOT_ID
 
-    return mock.patch.object(proposer, "write_slot_mappings", wrong)
+    return mock.patch.object(passes, "write_slot_mappings", wrong)
 
 
 def wrong_chunk_end(engine: Engine) -> AbstractContextManager[Any]:
-    """The end of a chunk is fed the token that the host hands over: the prompt's last."""
-    from mtp import proposer
-
-    return mock.patch.object(proposer, "chunk_ends", return_value=None)
+    """The end of a chunk is fed what the host hands over: the prompt's last token, or a draft of this pass."""
+    run_pass = engine.drafter._run_pass
+    return mock.patch.object(
+        engine.drafter, "_run_pass", lambda inputs, *args: run_pass(inputs._replace(prompt_token_ids=None), *args)
+    )
 
 
 def repairs_rejections_only(engine: Engine) -> AbstractContextManager[Any]:
     """Earlier rows are run again where drafts were rejected, and not where drafts were dropped before they were run."""
-    drafter, batch = engine.runner.drafter, engine.runner.input_batch
+    drafter, batch = engine.drafter, engine.runner.input_batch
     propose, history = drafter.propose, drafter.history
 
     def forgetful_propose(**kwargs: Any) -> torch.Tensor:
@@ -97,7 +98,7 @@ def repairs_rejections_only(engine: Engine) -> AbstractContextManager[Any]:
 
 def rollout_stays(engine: Engine) -> AbstractContextManager[Any]:
     """Every draft past the modules attends as the first of them does: the rows between are not looked at."""
-    drafter = engine.runner.drafter
+    drafter = engine.drafter
     one_row = drafter._one_row_per_request
     return mock.patch.object(
         drafter, "_one_row_per_request", lambda cad, positions, ahead: one_row(cad, positions - (ahead - 1), 1)
@@ -106,12 +107,12 @@ def rollout_stays(engine: Engine) -> AbstractContextManager[Any]:
 
 def stale_hidden_states(engine: Engine) -> AbstractContextManager[Any]:
     """Steps past the modules are given the hidden states that the first of them was given."""
-    drafter = engine.runner.drafter
+    drafter = engine.drafter
     slide, forward = drafter._slide, drafter._forward
     first: list[torch.Tensor] = []
 
     def noting_slide(*args: Any) -> None:
-        first.append(args[-2].clone())
+        first.append(args[2].clone())
         slide(*args)
         first.clear()
 
@@ -125,13 +126,13 @@ def stale_hidden_states(engine: Engine) -> AbstractContextManager[Any]:
 
 def hidden_states_flow(engine: Engine) -> AbstractContextManager[Any]:
     """Modules take those of the module before them, whatever the descriptor says."""
-    drafter = engine.runner.drafter
+    drafter = engine.drafter
     return mock.patch.object(drafter, "descriptor", replace(drafter.descriptor, hidden_states_flow=True))
 
 
 def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
     """What module 1 computes is not kept. (Rows are as many as without the fault, so that ranks still meet.)"""
-    drafter = engine.runner.drafter
+    drafter = engine.drafter
     forward = drafter._forward
 
     def unkept_forward(inputs: dict[str, Any], layers: Any, *args: Any) -> Any:

@@ -38,16 +38,15 @@ def replaying(drafter: Any, sizes: list[int], events: Any) -> Iterator[None]:
     """Gives a proposer of ours graphs of so many requests, once its block tables are known, and counts replays."""
     propose = drafter.propose
 
-    def propose_by_replay(**kwargs: Any) -> torch.Tensor:
+    def propose_by_replay(*args: Any, **kwargs: Any) -> torch.Tensor:
         if drafter.graphs is None:
-            groups = drafter.groups.groups_of(range(drafter.plan.chain_length))
-            graphs = drafter._make_graphs(groups)
+            graphs = drafter.make_graphs()
             for size in sizes:
                 stand = Stand(graphs, size)
                 graphs._graphs[size] = stand, stand.drafts
             graphs._sizes = sizes
             drafter.graphs = count_replays(graphs, events)
-        return propose(**kwargs)
+        return propose(*args, **kwargs)
 
     drafter.propose = propose_by_replay
     yield

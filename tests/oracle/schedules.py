@@ -25,6 +25,7 @@ class Setup:
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
         replayed: decode batches go through a graph's inputs (`tests/oracle/replayed.py`).
+        v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
         ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
         weight: how often it is drawn.
     """
@@ -44,6 +45,7 @@ class Setup:
     grammars: float = 0.0
     overlapped: bool = False
     replayed: bool = False
+    v2: bool = True
     ranks: int = 1
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
@@ -99,19 +101,21 @@ SETUPS = (
     Setup("overlapped", overlapped=True, weight=3),
     Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
-    Setup("unpadded", speculative={"disable_padded_drafter_batch": True}),
+    Setup("unpadded", speculative={"disable_padded_drafter_batch": True}, v2=False),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
     Setup("grammars", grammars=0.8, max_model_len=160, weight=3),
     Setup("grammars, overlapped", grammars=0.8, overlapped=True),
-    Setup("one module", checkpoint="mimo", max_batched_tokens=48),
-    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
-    Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("one module", checkpoint="mimo", max_batched_tokens=48, v2=False),
+    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True, v2=False),
+    Setup(
+        "one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2)), v2=False
+    ),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
-    Setup("replayed, one module", replayed=True, checkpoint="mimo"),
+    Setup("replayed, one module", replayed=True, checkpoint="mimo", v2=False),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
 )
 

@@ -18,14 +18,16 @@ from tests.oracle.schedules import SETUPS, draw_setups, plan_schedule
 MODEL = Path(TINY)
 
 
-def run_child(function: str, mode: str = "on", **arguments: Any) -> dict[str, Any]:
+def run_child(function: str, mode: str = "on", runner: str = "v1", **arguments: Any) -> dict[str, Any]:
     """Calls a function of `tests.oracle.child` in a fresh process; equal calls are made once."""
-    return _run_once(function, mode, json.dumps(arguments, sort_keys=True))
+    return _run_once(function, mode, runner, json.dumps(arguments, sort_keys=True))
 
 
 @functools.cache
-def _run_once(function: str, mode: str, arguments: str) -> dict[str, Any]:
-    child = run_command([sys.executable, "-m", "tests.oracle.child", function, arguments], MTP_PROPOSERS=mode)
+def _run_once(function: str, mode: str, runner: str, arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.oracle.child", function, arguments]
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if runner == "v2" else {}
+    child = run_command(command, MTP_PROPOSERS=mode, **chosen)
     assert child.returncode == 0, child.stderr[-6000:]
     result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
     return result
@@ -80,6 +82,56 @@ def two_ranks() -> list[list[dict[str, Any]]]:
     faults = [["none", "none"], ["none", "no_slots_for_module_1"]]
     records: Any = run_child("ranked_faults", seed=1, setup="two ranks", faults=faults)
     return records
+
+
+# On vLLM's V2 model runner, whose kernels Triton's interpreter runs here.
+
+ON_V2 = [
+    "slivers",
+    "preemption and prefixes",
+    "K by batch, to 6",
+    "two block sizes",
+    "overlapped",
+    "sampled drafts",
+    "grammars, overlapped",
+    "the target's hidden states",
+    "replayed, K=6",
+]
+
+
+def on_v2() -> dict[str, Any]:
+    return run_child("schedules", runner="v2", count=len(ON_V2), seed=5, setups=ON_V2)
+
+
+def test_on_the_v2_runner_every_row_and_every_draft_is_right() -> None:
+    record = on_v2()
+    assert_clean(record)
+    assert record["rows_checked"] > 50_000
+    assert record["drafts_checked"] > 1_000
+
+
+def test_everything_that_the_schedules_are_for_happened_on_the_v2_runner() -> None:
+    events = on_v2()["events"]
+    assert {"0", "1", "2", "3", "4", "5", "6"} <= events.pop("rejections").keys()
+    assert events.pop("skipped_passes") == 0
+    assert [name for name, count in events.items() if count == 0] == []
+
+
+FAULTS_ON_V2 = {
+    "no_history": "preemption",
+    "wrong_chunk_end": "preemption",
+    "primary_block_size": "two block sizes",
+    "padding_drafts_ahead": "replayed, K=6",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_ON_V2)
+def test_on_the_v2_runner_it_sees_a_fault_and_nothing_without_it(fault: str) -> None:
+    cases = list(FAULTS_ON_V2.items())
+    cases += [("none", engine) for engine in sorted(set(FAULTS_ON_V2.values()))]
+    records: Any = run_child("faults", runner="v2", seed=1, cases=cases)
+    assert_clean(records[cases.index(("none", FAULTS_ON_V2[fault]))])
+    assert records[list(FAULTS_ON_V2).index(fault)]["rows_mismatched"] > 0
 
 
 def test_a_reused_block_was_finished_with_the_tokens_that_follow_it_here() -> None:

@@ -43,10 +43,15 @@ def dense_model(folder: Path, setup: Setup) -> DenseModel:
 @contextmanager
 def drafter_of(setup: Setup) -> Iterator[None]:
     """Engines built inside have the setup's drafter."""
-    from proposers.registry import PROPOSERS
+    from proposers.registry import PROPOSERS, SPECULATORS
 
-    others = {} if setup.hidden_states_flow else {"Step3p5MTP": "tests.oracle.unchained:UnchainedProposer"}
-    with mock.patch.dict(PROPOSERS, others):
+    if setup.hidden_states_flow:
+        yield
+        return
+    with (
+        mock.patch.dict(PROPOSERS, {"Step3p5MTP": "tests.oracle.unchained:UnchainedProposer"}),
+        mock.patch.dict(SPECULATORS, {"Step3p5MTP": "tests.oracle.unchained_speculator:UnchainedSpeculator"}),
+    ):
         yield
 
 

@@ -26,6 +26,7 @@ from tests.oracle.cache import ModuleCache, module_caches
 from tests.oracle.dense import DenseModel, Reference
 from tests.oracle.record import ROUTING_TOLERANCE, TOLERANCE, Record
 from tests.oracle.replayed import count_replays
+from tests.oracle.runners import Pass, RequestPass, V1Runner, view_of
 
 Continuation = Callable[[Reference, int, list[int]], Tensor]
 """From a request's reference, its row L and the drafts before, to the logits `[vocab]` that choose the next draft, past
@@ -55,18 +56,6 @@ class Followed:
         return modules < ROUTING_TOLERANCE or (target < ROUTING_TOLERANCE and self.target_error > TOLERANCE)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPass:
-    """One request's part in a pass; `last` is L, `rows` the tokens of the rows from `first` on, rejected ones too."""
-
-    request_id: str
-    index: int
-    first: int
-    last: int
-    rows: list[int]
-    next_token: int
-
-
 @dataclass
 class Watcher:
     """Follows all requests of one engine.
@@ -90,13 +79,13 @@ class Watcher:
     diverging: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.caches = module_caches(self.runner)
+        self.view = view_of(self.runner)
+        self.caches = module_caches(self.view)
         self.followed: dict[str, Followed] = {}
         num_blocks = self.runner.kv_cache_config.num_blocks
         self._unwritten = [torch.zeros(num_blocks * cache.block_size, dtype=torch.bool) for cache in self.caches]
         self._last_k: int | None = None
         self._proposed = False
-        self._scheduled: Any = None
         self._install()
 
     def start_schedule(self) -> None:
@@ -109,66 +98,55 @@ class Watcher:
     # Hooks.
 
     def _install(self) -> None:
-        drafter, runner = self.runner.drafter, self.runner
-        propose, sample_tokens = drafter.propose, runner.sample_tokens
+        drafter = self.view.drafter
+        propose = drafter.propose
 
-        def watched_propose(**kwargs: Any) -> Tensor:
-            passes = self._read_passes(kwargs)
-            hidden = kwargs["target_hidden_states"].clone().cpu()
-            drafts = propose(**kwargs)
+        def watched_propose(*args: Any, **kwargs: Any) -> Tensor:
+            asked = self.view.read_pass(*args, **kwargs)
+            drafts = propose(*args, **kwargs)
             self._proposed = True
-            self._check_pass(passes, hidden, kwargs["num_speculative_tokens"], drafts)
+            self._check_pass(asked, drafts)
             return drafts
 
-        def watched_sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            state = runner.execute_model_state
-            self._proposed, self._scheduled = False, state and state.scheduler_output
-            output = sample_tokens(*args, **kwargs)
-            if state is not None and not self._proposed:
-                self._note_skipped()
-            return output
-
-        drafter.propose, runner.sample_tokens = watched_propose, watched_sample_tokens
+        drafter.propose = watched_propose
+        if isinstance(self.view, V1Runner):
+            self._install_in_steps(self.view)
         if getattr(drafter, "graphs", None) is not None:
             count_replays(drafter.graphs, self.record.events)
 
-    def _read_passes(self, kwargs: dict[str, Any]) -> list[RequestPass]:
-        """What the host asks of the pass, read before the drafter may change it."""
-        metadata = kwargs["common_attn_metadata"]
-        rejected = kwargs["num_rejected_tokens_gpu"]
-        starts = metadata.query_start_loc.tolist()
-        ends = metadata.seq_lens.tolist()
-        rejected = [0] * len(ends) if rejected is None else rejected.tolist()
-        tokens, positions = kwargs["target_token_ids"].tolist(), kwargs["target_positions"].tolist()
-        next_tokens = kwargs["next_token_ids"].tolist()
-        return [
-            RequestPass(
-                request_id,
-                index,
-                first=positions[starts[index]],
-                last=ends[index] - 1 - rejected[index],
-                rows=tokens[starts[index] : starts[index + 1]],
-                next_token=next_tokens[index],
-            )
-            for index, request_id in enumerate(self.runner.input_batch.req_ids)
-        ]
+    def _install_in_steps(self, view: V1Runner) -> None:
+        """The V1 runner leaves a pass out where its drafter would not fit."""
+        runner = view.runner
+        sample_tokens = runner.sample_tokens
+
+        def watched_sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            state = runner.execute_model_state
+            self._proposed, view.scheduled = False, state and state.scheduler_output
+            output = sample_tokens(*args, **kwargs)
+            if state is not None and not self._proposed:
+                self._note_skipped(view.scheduled)
+            return output
+
+        runner.sample_tokens = watched_sample_tokens
 
     # One pass.
 
-    def _check_pass(self, passes: list[RequestPass], hidden: Tensor, k: int, drafts: Tensor) -> None:
+    def _check_pass(self, asked: Pass, drafts: Tensor) -> None:
+        passes, k = asked.requests, asked.k
         record, events = self.record, self.record.events
         record.passes += 1
         events.k_zero += k == 0
         events.k_changes += self._last_k is not None and k != self._last_k
         self._last_k = k
-        if drafts.shape != (len(passes), k):
+        width = k if isinstance(self.view, V1Runner) else self.view.drafter.num_speculative_steps
+        if drafts.shape != (len(passes), width):
             record.drafts_mismatched += 1
             record.note_mismatch(
-                f"The pass returned drafts of shape {list(drafts.shape)}, and [{len(passes)}, {k}] was asked for."
+                f"The pass returned drafts of shape {list(drafts.shape)}, and [{len(passes)}, {width}] was asked for."
             )
         start = 0
         for view, row in zip(passes, drafts.tolist(), strict=True):
-            rows = hidden[start : start + view.last + 1 - view.first]
+            rows = asked.hidden[start : start + view.last + 1 - view.first]
             start += len(view.rows)
             self._check_request(view, rows, row[:k])
 
@@ -199,7 +177,6 @@ class Watcher:
             AssertionError: the engine ran other tokens than the known ones.
         """
         events = self.record.events
-        state = self.runner.requests[view.request_id]
         followed = self._followed(view.request_id)
         resumed = followed.next_row is not None and view.first < followed.next_row
         events.preemptions += resumed
@@ -209,15 +186,14 @@ class Watcher:
             events.prefix_hits_diverging += view.first > 0 and view.request_id in self.diverging
         known = followed.tokens
         # Tokens of steps whose pass the host left out.
-        known += [*state.prompt_token_ids, *state.output_token_ids][len(known) : view.first + 1]
+        known += self.view.known_tokens(view.request_id)[1][len(known) : view.first + 1]
         valid = view.rows[: view.last + 1 - view.first]
         overlap = known[view.first : view.last + 1]
         assert valid[: len(overlap)] == overlap, (
             f"Request {view.request_id} ran the tokens {valid} from row {view.first} on, and {overlap} are known there."
         )
-        # Not the rows that are left over: a drafter without padding is given none of the rejected ones.
-        if drafted := len(self._scheduled.scheduled_spec_decode_tokens.get(view.request_id, ())):
-            self.record.note_rejected(drafted - (view.last - view.first))
+        if view.drafted:
+            self.record.note_rejected(view.drafted - (view.last - view.first))
         known += valid[len(overlap) :]
         if view.last + 1 < len(known):
             events.chunk_boundaries += 1
@@ -228,8 +204,8 @@ class Watcher:
 
     def _followed(self, request_id: str) -> Followed:
         if request_id not in self.followed:
-            prompt = self.runner.requests[request_id].prompt_token_ids
-            self.followed[request_id] = Followed(Reference(self.model), list(prompt))
+            prompt, _ = self.view.known_tokens(request_id)
+            self.followed[request_id] = Followed(Reference(self.model), prompt)
         return self.followed[request_id]
 
     # Rows.
@@ -331,8 +307,7 @@ class Watcher:
 
     def _num_checkable(self, view: RequestPass, followed: Followed, k: int) -> int:
         """How many of the drafts the reference can tell."""
-        temperature = self.runner.requests[view.request_id].sampling_params.temperature
-        if temperature > 0 and not self.greedy_drafts:
+        if self.view.temperature(view.request_id) > 0 and not self.greedy_drafts:
             return 0
         modules = len(self.caches)
         # In a chunk that ends before its prompt, drafts past the modules would continue what isn't the prompt.
@@ -343,11 +318,11 @@ class Watcher:
 
     # Rows that the host never gave to the drafter.
 
-    def _note_skipped(self) -> None:
+    def _note_skipped(self, scheduled: Any) -> None:
         """The rows of the step, and those before that wait for its tokens, hold whatever was there."""
         batch = self.runner.input_batch
         self.record.events.skipped_passes += 1
-        for request_id, count in self._scheduled.num_scheduled_tokens.items():
+        for request_id, count in scheduled.num_scheduled_tokens.items():
             index = batch.req_id_to_index[request_id]
             first = int(batch.num_computed_tokens_cpu[index])
             for cache, slots in zip(self.caches, self._unwritten, strict=True):
@@ -365,4 +340,4 @@ class Watcher:
         )
 
     def _table(self, cache: ModuleCache, view: RequestPass) -> Any:
-        return self.runner.input_batch.block_table.block_tables[cache.group].block_table.np[view.index]
+        return self.view.block_table(cache.group, view.index)

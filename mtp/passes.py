@@ -1,0 +1,368 @@
+"""`DraftPasses`: a drafting pass over several KV cache groups, whichever model runner asks for it.
+
+What is written when. Every module runs over the same window of rows: the step's valid ones and, before them, those
+that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what a run from
+scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write past the
+last valid row, where the next window writes again.
+
+Who owns what. A host (`mtp/proposer.py` for vLLM's V1 runner, `proposers/speculator.py` for V2) translates the runner's
+step to `PassInputs` and attention metadata, feeds the model and samples. The window, the order of modules, the slots
+and metadata of each group, and the recording of whole passes are here.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from mtp.graphs import PassGraphs
+from mtp.groups import DraftGroups
+from mtp.slots import write_slot_mappings
+from mtp.steps import DraftDescriptor, DraftPlan
+from mtp.window import History, PassInputs, Window, build_window, for_other_rows
+from mtp.window_kernels import shift_rows
+
+
+class Execution(NamedTuple):
+    """How a pass of some number of rows is run: the host's graph mode, the padded number, that of other ranks."""
+
+    mode: CUDAGraphMode
+    num_input_tokens: int
+    num_tokens_across_dp: torch.Tensor | None
+
+
+class Layers(NamedTuple):
+    """What the draft's attention layers need for some rows, by layer name.
+
+    Attributes:
+        slot_mapping: views of the groups' buffers.
+    """
+
+    attn_metadata: dict[str, object]
+    slot_mapping: dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Drafts:
+    """The drafts of one pass, as they are made.
+
+    Attributes:
+        num_steps: how many to make.
+        recorded: into a graph of the whole pass, which has no room for the host's graphs.
+        token_ids: `[num_reqs]` int64 each.
+    """
+
+    num_steps: int
+    recorded: bool = False
+    token_ids: list[torch.Tensor] = field(default_factory=list)
+
+
+class DraftPasses(ABC):
+    """What a drafter of either runner inherits beside the runner's own base class.
+
+    Subclasses name their `descriptor`.
+    """
+
+    descriptor: ClassVar[DraftDescriptor]
+    tables_stay: ClassVar[bool] = False
+    """The host fills its block tables in place (`PassGraphs`)."""
+
+    plan: DraftPlan
+    groups: DraftGroups | None
+    history: History | None
+    graphs: PassGraphs | None
+
+    # The runner's base class has these.
+    vllm_config: VllmConfig
+    device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
+    max_model_len: int
+    model: Any
+
+    def init_passes(self, vllm_config: VllmConfig, max_num_reqs: int) -> None:
+        """To be called by the host's constructor.
+
+        Raises:
+            ValueError: the model can't make the number of drafts asked for.
+        """
+        self.plan = self.make_plan(vllm_config)
+        self.groups = self.history = self.graphs = None
+        self._max_num_reqs = max_num_reqs
+        self._one_row_starts_cpu = torch.arange(max_num_reqs + 1, dtype=torch.int32)
+        self._one_row_starts = self._one_row_starts_cpu.to(self.device)
+
+    @classmethod
+    def make_plan(cls, vllm_config: VllmConfig) -> DraftPlan:
+        """Raises `ValueError` when the model can't make the number of drafts asked for."""
+        config = vllm_config.speculative_config
+        return DraftPlan.make(
+            cls.descriptor,
+            config.draft_model_config.hf_config,
+            config.num_speculative_tokens,
+            vllm_config.model_config.max_model_len,
+        )
+
+    # What a host has to know.
+
+    @abstractmethod
+    def _plan_execution(self, num_rows: int) -> Execution:
+        """How the host would run so many rows outside of a recorded pass."""
+
+    @abstractmethod
+    def _model_inputs(
+        self,
+        module: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        num_input_tokens: int,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """The model's arguments for rows of one module; positions are the same for all modules of a chain."""
+
+    @abstractmethod
+    def _sample_step(self, step: int, hidden: torch.Tensor, window: Window, drafts: Drafts) -> None:
+        """Adds the step's draft, by the head of `plan.module_of_step(step)`.
+
+        Args:
+            hidden: `[num_reqs, hidden_size]`.
+        """
+
+    def _prepare_eplb(self, num_rows: int) -> None:  # noqa: B027 - most drafts have no experts to balance
+        """Called before each forward."""
+
+    def _check_metadata(self, layer_names: list[str], metadata: object) -> None:  # noqa: B027 - most hosts take any
+        """Raises `ValueError` for metadata that the platform can't draft with."""
+
+    def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
+        """Greedy tokens `[num_reqs]` by the module's head, reduced over tensor-parallel ranks without its logits."""
+        return self.model.get_top_tokens(hidden)
+
+    def prepare_model(self) -> None:  # noqa: B027 - most need nothing
+        """Called once the draft model is loaded."""
+
+    # A drafting pass.
+
+    def _run_pass(
+        self,
+        inputs: PassInputs,
+        cad: CommonAttentionMetadata,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+        drafts: Drafts,
+    ) -> None:
+        """Makes the drafts of a batch, and keeps what the next pass needs.
+
+        Args:
+            cad: of the target's step, for any KV cache group; not changed.
+        """
+        window = build_window(inputs.rows, cad, self.history, inputs.history_slots)
+        if self.history is not None:
+            assert inputs.history_slots is not None
+            self.history.store(inputs.history_slots, window)
+        hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)
+        if drafts.num_steps > self.plan.chain_length:
+            self._slide(window, cad, hidden, drafts)
+
+    def _run_chain(
+        self,
+        window: Window,
+        inputs: PassInputs,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+        drafts: Drafts,
+    ) -> torch.Tensor:
+        """Runs every module over the window; module i makes draft i at each request's last valid row.
+
+        All of them run even where fewer drafts are wanted: a row that is left out would be a hole in the cache.
+
+        Returns:
+            `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
+        """
+        execution = self._execution(window.num_rows, drafts)
+        layers = self._prepare_layers(window.cad, window.req_indices, window.seq_positions, execution, step=0)
+        token_ids, hidden = window.token_ids, window.hidden_states
+        for module in range(self.plan.chain_length):
+            # Each module reads one token further than the one before it.
+            made = [inputs.next_token_ids, *drafts.token_ids]
+            follows = made[module] if module < len(made) else None
+            if inputs.prompt_token_ids is not None:
+                follows = _known_or(inputs.prompt_token_ids[:, module], follows)
+            token_ids = self._shift(token_ids, window, follows)
+            arguments = self._model_inputs(
+                module, token_ids, window.positions, hidden, execution.num_input_tokens, mm_embed_inputs
+            )
+            for_head, for_next = self._forward(arguments, layers, window.num_rows, execution)
+            if self.descriptor.hidden_states_flow:
+                hidden = for_next[: window.num_rows]
+            if module == 0:
+                first_hidden = for_next[window.last_rows]
+            if module < drafts.num_steps:
+                self._sample_step(module, for_head[window.last_rows], window, drafts)
+        return first_hidden
+
+    @staticmethod
+    def _shift(token_ids: torch.Tensor, window: Window, follows: torch.Tensor | None) -> torch.Tensor:
+        """Every row's next token, and `follows` `[num_reqs]` after the last valid one.
+
+        Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
+        was made for it to consume: it isn't final, and the next pass writes it again.
+        """
+        if follows is not None and token_ids.is_cuda:
+            return shift_rows(token_ids, window.req_indices, window.last_rows, follows)
+        shifted = token_ids.roll(-1)
+        if follows is not None:
+            shifted[window.last_rows] = follows.to(shifted.dtype)
+        return shifted
+
+    def _slide(self, window: Window, target_cad: CommonAttentionMetadata, hidden: torch.Tensor, drafts: Drafts) -> None:
+        """The drafts after the chain's: it slides on, one row per request further for each.
+
+        The target has no hidden state for such a row; module 0's at the row before it stands in, since that is what
+        the token there was drafted from. With one module this is the ordinary rollout of EAGLE (arXiv 2401.15077).
+        The next window begins before those rows and writes them again, so what stands there harms nothing.
+
+        Args:
+            hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
+        """
+        num_reqs, modules = target_cad.batch_size(), range(self.plan.chain_length)
+        execution = self._execution(num_reqs, drafts)
+        rope_positions = window.positions[..., window.last_rows]
+        req_indices = self._one_row_starts[:num_reqs]
+        for step in range(len(modules), drafts.num_steps):
+            ahead = step - modules[-1]
+            seq_positions = window.last_positions + ahead
+            cad = self._one_row_per_request(target_cad, seq_positions, ahead)
+            layers = self._prepare_layers(cad, req_indices, seq_positions, execution, step)
+            positions = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
+            flowing = stand_in = hidden
+            for module in modules:
+                token_ids = drafts.token_ids[ahead - 1 + module]
+                inputs = self._model_inputs(module, token_ids, positions, flowing, execution.num_input_tokens, None)
+                for_head, for_next = self._forward(inputs, layers, num_reqs, execution)
+                if module == 0:
+                    hidden = for_next[:num_reqs]
+                flowing = for_next[:num_reqs] if self.descriptor.hidden_states_flow else stand_in
+            self._sample_step(step, for_head[:num_reqs], window, drafts)
+
+    def _one_row_per_request(
+        self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
+    ) -> CommonAttentionMetadata:
+        """A request at max_model_len stays there: its row is padding and its draft is not used. So is one that pads a
+        recorded batch, which ends before position 0.
+        """
+        num_reqs, limit = cad.batch_size(), self.max_model_len
+        upper = cad.seq_lens_cpu_upper_bound
+        return for_other_rows(
+            cad,
+            num_actual_tokens=num_reqs,
+            max_query_len=1,
+            query_start_loc=self._one_row_starts[: num_reqs + 1],
+            query_start_loc_cpu=self._one_row_starts_cpu[: num_reqs + 1],
+            seq_lens=(seq_positions + 1).clamp(1, limit).to(cad.seq_lens.dtype),
+            seq_lens_cpu_upper_bound=None if upper is None else (upper + ahead).clamp(max=limit),
+            max_seq_len=min(cad.max_seq_len + ahead, limit),
+            is_prefilling=None,
+        )
+
+    def _execution(self, num_rows: int, drafts: Drafts) -> Execution:
+        if drafts.recorded:
+            return Execution(CUDAGraphMode.NONE, num_rows, None)
+        return self._plan_execution(num_rows)
+
+    def _forward(
+        self, inputs: dict[str, Any], layers: Layers, num_rows: int, execution: Execution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs one module; returns the hidden states that its head and that the next step take."""
+        self._prepare_eplb(num_rows)
+        with set_forward_context(
+            layers.attn_metadata,
+            self.vllm_config,
+            num_tokens=execution.num_input_tokens,
+            num_tokens_across_dp=execution.num_tokens_across_dp,
+            cudagraph_runtime_mode=execution.mode,
+            slot_mapping=layers.slot_mapping,
+        ):
+            output = self.model(**inputs)
+        return output if isinstance(output, tuple) else (output, output)
+
+    def _prepare_layers(
+        self,
+        cad: CommonAttentionMetadata,
+        req_indices: torch.Tensor,
+        seq_positions: torch.Tensor,
+        execution: Execution,
+        step: int,
+    ) -> Layers:
+        """Writes the rows' slots in every group that the chain uses, and builds its metadata, once for all modules."""
+        groups, modules = self._bound_groups(), range(self.plan.chain_length)
+        write_slot_mappings(
+            groups.groups_of(modules),
+            cad.num_reqs,
+            req_indices,
+            seq_positions,
+            self.max_model_len,
+            execution.num_input_tokens,
+        )
+        per_layer: dict[str, object] = {}
+        for group, attn in groups.attn_groups_of(modules):
+            metadata = attn.build_metadata_for_drafting(
+                cad.replace(
+                    block_table_tensor=group.table(cad.num_reqs),
+                    slot_mapping=group.slot_mapping[: cad.num_actual_tokens],
+                ),
+                step,
+            )
+            self._check_metadata(attn.layer_names, metadata)
+            per_layer.update(dict.fromkeys(attn.layer_names, metadata))
+        return Layers(per_layer, groups.slot_mapping_by_layer(execution.num_input_tokens))
+
+    def _selection(self, module: int) -> dict[str, int]:
+        """What names the module to the model; a model of one is not asked."""
+        return {"spec_step_idx": module} if self.plan.num_modules > 1 else {}
+
+    # Recorded passes.
+
+    def _records(self, cudagraph_mode: CUDAGraphMode) -> bool:
+        """Whole passes are recorded where the host records whole decode steps."""
+        config = self.vllm_config.speculative_config
+        return cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and not config.enforce_eager
+
+    def make_graphs(self) -> PassGraphs:
+        """Room for recorded passes. The groups' block tables must be bound, since the graphs' are as wide."""
+        return PassGraphs(
+            self._run_recorded,
+            self._bound_groups().groups_of(range(self.plan.chain_length)),
+            1 + self.plan.num_speculative_tokens,
+            self._max_num_reqs,
+            self.max_model_len,
+            0 if self.history is None else self.history.padding_slot,
+            self.hidden_size,
+            self.dtype,
+            self.device,
+            self.tables_stay,
+        )
+
+    def _run_recorded(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
+        drafts = self._new_drafts(self.plan.num_speculative_tokens, recorded=True)
+        self._run_pass(inputs, cad, None, drafts)
+        return torch.stack(drafts.token_ids, dim=1)
+
+    def _new_drafts(self, num_steps: int, recorded: bool = False) -> Drafts:
+        return Drafts(num_steps, recorded)
+
+    def _bound_groups(self) -> DraftGroups:
+        if self.groups is None:
+            raise RuntimeError(
+                "The draft's KV cache groups are not bound: initialize_attn_backend (set_attn on the V2 runner) must be "
+                "called before a draft."
+            )
+        return self.groups
+
+
+def _known_or(known: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor:
+    """Tokens that are known, and where they aren't (-1) those made; whatever is valid where there is neither."""
+    return known.clamp(min=0) if made is None else torch.where(known >= 0, known, made.to(known.dtype))

@@ -1,0 +1,56 @@
+"""vLLM's V2 model runner on the CPU: its Triton kernels, run by Triton's interpreter.
+
+The runner is Python around some dozens of small Triton kernels, and vLLM's CPU build has them only with a Triton that
+compiles for the CPU, which is not published. The interpreter runs the same kernels line by line on the same tensors:
+too slow to measure anything, and otherwise the runner itself.
+"""
+
+import os
+from typing import Any
+
+
+def interpret_triton() -> None:
+    """To be called before vLLM is first imported.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.backends import backends
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    class Driver:
+        """vLLM asks for a backend called `cpu`, and whether it is there."""
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    class Backend:
+        compiler = None
+        driver = Driver
+
+    backends.clear()
+    backends["cpu"] = Backend
+    for name, where in {"create_masked_load": 0, "create_masked_store": 1}.items():
+        setattr(InterpreterBuilder, name, _with_boolean_mask(getattr(InterpreterBuilder, name), where))
+
+
+def _with_boolean_mask(access: Any, where: int) -> Any:
+    """A mask that is the conjunction of a block's and a scalar's comes as bytes, which the interpreter refuses."""
+
+    def access_with_boolean_mask(self: Any, ptrs: Any, *args: Any) -> Any:
+        mask = args[where]
+        mask.data = mask.data.astype(bool)
+        return access(self, ptrs, *args)
+
+    return access_with_boolean_mask
+
+
+def use_v2_runner() -> None:
+    """Engines of this process run on vLLM's V2 model runner; to be called before vLLM is first imported."""
+    import torch
+
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    if not torch.cuda.is_available():
+        interpret_triton()
