@@ -15,7 +15,7 @@ from vllm.triton_utils import tl, triton
 
 
 def fuse_gemma_norms(model: nn.Module) -> int:
-    """Gives every `GemmaRMSNorm` of a model that is not compiled one kernel: ours on CUDA, else PyTorch's.
+    """Gives every `GemmaRMSNorm` of a model that is not compiled one kernel: ours on CUDA, else vLLM's or PyTorch's.
 
     Batch-invariant mode keeps the host's own.
 
@@ -31,7 +31,7 @@ def fuse_gemma_norms(model: nn.Module) -> int:
 
 
 def _forward(norm: GemmaRMSNorm, unfused, x: torch.Tensor, residual: torch.Tensor | None = None):
-    """`x * rsqrt(mean(x^2) + eps) * (1 + weight)` in float32, `x` `[..., size]`; the host's to the bit on the CPU.
+    """`x * rsqrt(mean(x^2) + eps) * (1 + weight)` in float32, `x` `[..., size]`.
 
     The gain is added up anew each time: weights may be updated in place while serving.
     """
@@ -40,6 +40,10 @@ def _forward(norm: GemmaRMSNorm, unfused, x: torch.Tensor, residual: torch.Tenso
     if x.is_cuda and x.dim() in (2, 3) and x.stride(-1) == 1:
         return _in_one_launch(norm, x)
     gain = norm.weight.float() + 1.0
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        out = torch.empty(x.shape, dtype=x.dtype)
+        torch.ops._C.rms_norm(out, x.contiguous(), gain, norm.variance_epsilon)
+        return out
     return F.rms_norm(x.float(), (x.shape[-1],), gain, norm.variance_epsilon).to(x.dtype)
 
 

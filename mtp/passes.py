@@ -357,8 +357,8 @@ class DraftPasses(ABC):
     def _bound_groups(self) -> DraftGroups:
         if self.groups is None:
             raise RuntimeError(
-                "The draft's KV cache groups are not bound: initialize_attn_backend, or set_attn on the V2 runner, must "
-                "be called before a draft."
+                "The draft's KV cache groups are not bound: call initialize_attn_backend, or set_attn on the V2 "
+                "runner, before a draft."
             )
         return self.groups
 
