@@ -13,6 +13,8 @@ from torch import nn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.triton_utils import tl, triton
 
+from mtp.kernels import has_kernels
+
 
 def fuse_gemma_norms(model: nn.Module) -> int:
     """Gives every `GemmaRMSNorm` of a model that is not compiled one kernel: ours on CUDA, else vLLM's or PyTorch's.
@@ -37,7 +39,7 @@ def _forward(norm: GemmaRMSNorm, unfused, x: torch.Tensor, residual: torch.Tenso
     """
     if residual is not None:
         return unfused(x, residual)
-    if x.is_cuda and x.dim() in (2, 3) and x.stride(-1) == 1:
+    if has_kernels(x) and x.dim() in (2, 3) and x.stride(-1) == 1:
         return _in_one_launch(norm, x)
     gain = norm.weight.float() + 1.0
     if x.dtype == torch.float32 and x.device.type == "cpu":

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.graphs import PassGraphs
 from mtp.groups import DraftGroups
+from mtp.kernels import has_kernels
 from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
 from mtp.window import History, PassInputs, Window, build_window, for_other_rows
@@ -211,7 +212,7 @@ class DraftPasses(ABC):
         Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
         was made for it to consume: it isn't final, and the next pass writes it again.
         """
-        if follows is not None and token_ids.is_cuda:
+        if follows is not None and has_kernels(token_ids):
             return shift_rows(token_ids, window.req_indices, window.last_rows, follows)
         shifted = token_ids.roll(-1)
         if follows is not None:

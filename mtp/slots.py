@@ -15,6 +15,7 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.groups import DraftGroup
+from mtp.kernels import has_kernels
 
 BLOCK_ROWS = 256
 
@@ -37,7 +38,7 @@ def write_slot_mappings(
     Raises:
         RuntimeError: a group has no block table for these requests.
     """
-    write = _write_in_one_launch if positions.is_cuda else write_group_by_group
+    write = _write_in_one_launch if has_kernels(positions) else write_group_by_group
     write(groups, num_reqs, req_indices, positions, max_model_len, num_padded_tokens)
 
 

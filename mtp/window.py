@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp import window_kernels
+from mtp.kernels import has_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +260,8 @@ def build_window(
 
 
 def _has_kernels(positions: torch.Tensor) -> bool:
-    """They are for the GPU, and know one rotary position per row."""
-    return positions.is_cuda and positions.dim() == 1
+    """They know one rotary position per row."""
+    return has_kernels(positions) and positions.dim() == 1
 
 
 def lay_out_rows(

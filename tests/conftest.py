@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from tests.engine import ENVIRONMENT
+from tests.interpreter import interpret_triton
 
-# These need a GPU and its machine's vLLM: `python -m pytest tests/gpu` there.
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+# These need a GPU and its machine's vLLM: `python -m pytest tests/gpu` there. The kernels' own also run on the CPU, by
+# Triton's interpreter (`tests/test_kernels.py`).
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    interpret_triton()
+collect_ignore = [] if torch.cuda.is_available() else ["gpu/test_graphs.py"] if INTERPRETED else ["gpu"]
 
 # Also for tests in this process; whatever the developer's shell has set must not decide what is tested.
 os.environ.update(ENVIRONMENT | {"MTP_PROPOSERS": "on"})

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.interpreter import use_v2_runner
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "assets" / "tiny-step3p5")
 
@@ -74,9 +76,13 @@ def run(
     *,
     mode: str = "on",
     env: Mapping[str, str] | None = None,
+    v2: bool = False,
     **arguments: Any,
 ) -> Run:
     """Runs `scenario(LLM(**ENGINE, **engine), **arguments)` in a fresh process under `MTP_PROPOSERS=mode`.
+
+    Args:
+        v2: on vLLM's V2 model runner, by Triton's interpreter (`tests/interpreter.py`).
 
     Raises:
         ChildFailedError: the process failed.
@@ -87,7 +93,7 @@ def run(
         "arguments": arguments,
     }
     environment = ENVIRONMENT | {"MTP_PROPOSERS": mode} | dict(env or {})
-    return _run_once(json.dumps(spec, sort_keys=True), json.dumps(environment, sort_keys=True))
+    return _run_once(json.dumps(spec, sort_keys=True), json.dumps(environment, sort_keys=True), v2)
 
 
 def child_environment(**variables: str) -> dict[str, str]:
@@ -125,11 +131,11 @@ def run_python(code: str, **variables: str) -> str:
 
 
 @functools.cache
-def _run_once(spec: str, environment: str) -> Run:
+def _run_once(spec: str, environment: str, v2: bool) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
         job = {"spec": json.loads(spec), "environment": json.loads(environment), "result": str(result), "log": str(log)}
-        status = _nursery().ask(job)
+        status = _nursery(v2).ask(job)
         printed = log.read_text(errors="replace")
         if status != 0:
             raise ChildFailedError(f"The scenario {spec} exited with {status}:\n{printed[-8000:]}")
@@ -142,10 +148,10 @@ class _Nursery:
     The import takes longer than starting an engine, and a child forked right after it is as good as a new process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, v2: bool) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine"],
-            env=child_environment(),
+            env=child_environment(**({"VLLM_USE_V2_MODEL_RUNNER": "1"} if v2 else {})),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -168,12 +174,14 @@ class _Nursery:
 
 
 @functools.cache
-def _nursery() -> _Nursery:
-    return _Nursery()
+def _nursery(v2: bool) -> _Nursery:
+    return _Nursery(v2)
 
 
 def _serve() -> None:
     """Reads jobs from standard input, one a line, and answers each with the exit status of its process."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        use_v2_runner()
     import vllm
 
     assert vllm.LLM is not None  # its attributes are imported on first use

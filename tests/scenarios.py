@@ -65,8 +65,10 @@ def state(llm: LLM) -> dict[str, Any]:
     """What drafted, with which groups, and how it went."""
     config = llm.llm_engine.vllm_config
     result = {"metrics": metrics(llm), "block_size": config.cache_config.block_size}
-    if config.parallel_config.tensor_parallel_size == 1 and hasattr(runner(llm), "drafter"):
-        drafter = runner(llm).drafter
+    drafter = None
+    if config.parallel_config.tensor_parallel_size == 1:
+        drafter = getattr(runner(llm), "drafter", None) or getattr(runner(llm), "speculator", None)
+    if drafter is not None:
         result["proposer"] = class_path(drafter)
         if groups := getattr(drafter, "groups", None):
             result["groups"] = [group.kv_cache_group_id for group in groups.all]
@@ -213,3 +215,15 @@ def recorded(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, An
         "heads": recorder.drafts_by_heads(),
         **state(llm),
     }
+
+
+def few(llm: LLM) -> dict[str, Any]:
+    """Greedy and seeded generations of few and short prompts, for engines that are slow."""
+    texts = held_out_prompts(llm.get_tokenizer(), 4, 60)
+    prompts = [text[:length] for text, length in zip(texts, (3, 33, 50, 60), strict=True)]
+    seeded = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(4)]
+    drawn = [
+        [list(output.outputs[0].token_ids) for output in generate(llm, prompts[::way], seeded[::way])][::way]
+        for way in (1, -1)
+    ]
+    return {"tokens": greedy(llm, prompts, 24), "drawn": drawn[0], "drawn in reverse": drawn[1], **state(llm)}

@@ -187,10 +187,10 @@ def test_the_same_seed_of_the_process_gives_the_same_tokens(method: str) -> None
     assert len(set(map(tuple, drawn["process"]))) > 1
 
 
-def test_the_same_seed_of_a_request_gives_the_same_tokens_whatever_runs_beside_it() -> None:
-    # With greedy drafts. The host samples probabilistic ones from the process's generator, not from the request's
-    # (vLLM's `compute_probs_and_sample_next_token` has a note that it should).
-    drawn = sampled("greedy")["by seed"]
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_the_same_seed_of_a_request_gives_the_same_tokens_whatever_runs_beside_it(method: str) -> None:
+    # The host would draw probabilistic drafts from the process's generator, and not from the request's.
+    drawn = sampled(method)["by seed"]
     assert drawn["requests"] == drawn["requests, reversed"]
     assert len(set(map(tuple, drawn["requests"]))) > 1
 

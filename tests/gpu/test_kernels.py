@@ -9,7 +9,7 @@ from mtp.groups import DraftGroup
 from mtp.norms import fuse_gemma_norms
 from mtp.slots import write_group_by_group, write_slot_mappings
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = 7_777_777
 MAX_NUM_TOKENS = 1500
 

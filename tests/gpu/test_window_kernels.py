@@ -1,4 +1,4 @@
-"""The tests of the window once more, with its kernels."""
+"""The tests of the window once more, with its kernels: on the GPU, or by Triton's interpreter."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,10 @@ from tests.test_window import (  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(test_window, "DEVICE", torch.device("cuda"))
-    with torch.device("cuda"):
+def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(test_window, "DEVICE", device)
+    with device:
         yield
 
 
