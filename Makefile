@@ -8,8 +8,9 @@ setup:
 demo: setup
 	@$(PYTHON) -m bench demo
 
+# Two at a time, a file at a time: most of a test is an engine that starts, and engines are shared within a file.
 test: setup
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(PYTHON) -m ruff check .

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -96,8 +97,9 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
         if not self._may_record:
             return
         self.graphs = self.make_graphs()
-        for num_reqs in reversed(self._graph_sizes()):
-            self.graphs.capture(num_reqs)
+        with graph_capture(device=self.device):
+            for num_reqs in reversed(self._graph_sizes()):
+                self.graphs.capture(num_reqs)
 
     def _graph_sizes(self) -> list[int]:
         """Numbers of requests of the host's decode graphs, in which each has a token and all its drafts."""

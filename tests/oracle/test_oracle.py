@@ -1,36 +1,19 @@
 """The oracle finds nothing wrong with our passes, agrees with the engine where both can tell, and sees known faults."""
 
-import functools
-import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine import TINY, run_command
+from tests.engine import TINY
+from tests.oracle.children import assert_clean, run_child
 from tests.oracle.dense import DenseModel, Reference
 from tests.oracle.record import TOLERANCE
 from tests.oracle.schedules import SETUPS, draw_setups, plan_schedule
 
 MODEL = Path(TINY)
-
-
-def run_child(function: str, mode: str = "on", runner: str = "v1", **arguments: Any) -> dict[str, Any]:
-    """Calls a function of `tests.oracle.child` in a fresh process; equal calls are made once."""
-    return _run_once(function, mode, runner, json.dumps(arguments, sort_keys=True))
-
-
-@functools.cache
-def _run_once(function: str, mode: str, runner: str, arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.oracle.child", function, arguments]
-    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if runner == "v2" else {}
-    child = run_command(command, MTP_PROPOSERS=mode, **chosen)
-    assert child.returncode == 0, child.stderr[-6000:]
-    result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +28,6 @@ EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the e
 
 def everything() -> dict[str, Any]:
     return run_child("schedules", count=15, seed=3, setups=EVERYTHING)
-
-
-def assert_clean(record: dict[str, Any]) -> None:
-    assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
-    assert record["rows_excused"] == record["rows_unwritten"] == 0
-    assert record["rows_checked"] > 0
-    assert record["drafts_checked"] > 0
 
 
 def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right() -> None:
@@ -82,52 +58,6 @@ def two_ranks() -> list[list[dict[str, Any]]]:
     faults = [["none", "none"], ["none", "no_slots_for_module_1"]]
     records: Any = run_child("ranked_faults", seed=1, setup="two ranks", faults=faults)
     return records
-
-
-# On vLLM's V2 model runner, whose kernels Triton's interpreter runs here.
-
-ON_V2 = [
-    "preemption and prefixes",
-    "K by batch, to 6",
-    "two block sizes",
-    "sampled drafts",
-    "grammars, overlapped",
-    "replayed, K=6",
-]
-
-
-def on_v2() -> dict[str, Any]:
-    return run_child("schedules", runner="v2", count=len(ON_V2), seed=5, setups=ON_V2)
-
-
-def test_on_the_v2_runner_every_row_and_every_draft_is_right() -> None:
-    record = on_v2()
-    assert_clean(record)
-    assert record["rows_checked"] > 50_000
-    assert record["drafts_checked"] > 1_000
-
-
-def test_everything_that_the_schedules_are_for_happened_on_the_v2_runner() -> None:
-    events = on_v2()["events"]
-    assert {"0", "1", "2", "3", "4", "5", "6"} <= events.pop("rejections").keys()
-    assert events.pop("skipped_passes") == 0
-    assert [name for name, count in events.items() if count == 0] == []
-
-
-FAULTS_ON_V2 = {
-    "no_history": "two block sizes",
-    "wrong_chunk_end": "two block sizes",
-    "primary_block_size": "two block sizes",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS_ON_V2)
-def test_on_the_v2_runner_it_sees_a_fault_and_nothing_without_it(fault: str) -> None:
-    cases = list(FAULTS_ON_V2.items())
-    cases += [("none", engine) for engine in sorted(set(FAULTS_ON_V2.values()))]
-    records: Any = run_child("faults", runner="v2", seed=1, cases=cases)
-    assert_clean(records[cases.index(("none", FAULTS_ON_V2[fault]))])
-    assert records[list(FAULTS_ON_V2).index(fault)]["rows_mismatched"] > 0
 
 
 def test_a_reused_block_was_finished_with_the_tokens_that_follow_it_here() -> None:

@@ -1,0 +1,50 @@
+"""The oracle on vLLM's V2 model runner, whose kernels Triton's interpreter runs here."""
+
+from typing import Any
+
+import pytest
+
+from tests.oracle.children import assert_clean, run_child
+
+ON_V2 = [
+    "preemption and prefixes",
+    "K by batch, to 6",
+    "two block sizes",
+    "sampled drafts",
+    "grammars, overlapped",
+    "replayed, K=6",
+]
+
+
+def on_v2() -> dict[str, Any]:
+    return run_child("schedules", runner="v2", count=len(ON_V2), seed=5, setups=ON_V2)
+
+
+def test_on_the_v2_runner_every_row_and_every_draft_is_right() -> None:
+    record = on_v2()
+    assert_clean(record)
+    assert record["rows_checked"] > 50_000
+    assert record["drafts_checked"] > 1_000
+
+
+def test_everything_that_the_schedules_are_for_happened_on_the_v2_runner() -> None:
+    events = on_v2()["events"]
+    assert {"0", "1", "2", "3", "4", "5", "6"} <= events.pop("rejections").keys()
+    assert events.pop("skipped_passes") == 0
+    assert [name for name, count in events.items() if count == 0] == []
+
+
+FAULTS_ON_V2 = {
+    "no_history": "two block sizes",
+    "wrong_chunk_end": "two block sizes",
+    "primary_block_size": "two block sizes",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_ON_V2)
+def test_on_the_v2_runner_it_sees_a_fault_and_nothing_without_it(fault: str) -> None:
+    cases = list(FAULTS_ON_V2.items())
+    cases += [("none", engine) for engine in sorted(set(FAULTS_ON_V2.values()))]
+    records: Any = run_child("faults", runner="v2", seed=1, cases=cases)
+    assert_clean(records[cases.index(("none", FAULTS_ON_V2[fault]))])
+    assert records[list(FAULTS_ON_V2).index(fault)]["rows_mismatched"] > 0
