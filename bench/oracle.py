@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, default=MODEL, help="folder of a Step-3.5 checkpoint (default: %(default)s)"
     )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines")
     parser.add_argument("--graphs", action="store_true", help="record decode steps and passes as CUDA graphs")
     parser.add_argument(
         "--runner",
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         for setup in SETUPS
         if (not gpus or setup.ranks <= gpus)  # a rank needs a GPU of its own
         and (args.runner == "v1" or setup.v2)
+        and (args.dtype == "float32" or setup.ranks == 1)
     ]
     setups = [setup for setup in fitting if not args.setup or setup.name in args.setup]
     if not setups:
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         modules=args.modules,
         setups=setups,
         graphs=args.graphs,
+        dtype=args.dtype,
         progress=True,
     )
     text = json.dumps({"runner": args.runner} | record.to_json(), indent=1)

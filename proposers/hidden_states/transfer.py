@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from mtp.supplementary import SupplementaryStore
 from proposers.hidden_states.writer import Job, Part, Ring
@@ -75,7 +76,8 @@ class RowTransfer:
             torch.index_select(self._rows, 0, slots, out=host)
             return _Arrival(lambda: True, lambda: None)
         with torch.cuda.stream(self._stream):
-            host.copy_(self._rows.index_select(0, slots.to(self._rows.device)), non_blocking=True)
+            indices = async_tensor_h2d(slots, device=self._rows.device)
+            host.copy_(self._rows.index_select(0, indices), non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         self.copies += 1

@@ -35,18 +35,22 @@ class BlockLayout:
         num_kv_heads, head_dim = layer.num_kv_heads, layer.head_size
         shape = (block_size, num_kv_heads, head_dim)
         count = block_size * num_kv_heads * head_dim
-        device = layer.kv_cache.device
-        numbers = torch.arange(1, 2 * count + 1, dtype=torch.float32, device=device)  # exact up to 2 ** 24
-        scratch = torch.zeros_like(layer.kv_cache[:1])
-        layer.impl.do_kv_cache_update(
-            layer,
-            numbers[:count].view(shape),
-            numbers[count:].view(shape),
-            scratch,
-            torch.arange(block_size, device=device),
-        )
-        found = scratch.flatten().argsort()[-2 * count :]
-        if not torch.equal(scratch.flatten()[found], numbers):
+        device, dtype = layer.kv_cache.device, layer.kv_cache.dtype
+
+        def written(values: Tensor) -> Tensor:
+            scratch = torch.zeros_like(layer.kv_cache[:1])
+            keys, values = values.to(dtype)[:count].view(shape), values.to(dtype)[count:].view(shape)
+            layer.impl.do_kv_cache_update(layer, keys, values, scratch, torch.arange(block_size, device=device))
+            return scratch.flatten()
+
+        numbers = torch.arange(2 * count, device=device)
+        places = written(torch.ones_like(numbers)).nonzero().flatten()
+        # In digits that every dtype of a cache holds exactly.
+        held = torch.zeros_like(places)
+        for shift in (0, 8, 16):
+            held += written((numbers >> shift) & 255)[places].long() << shift
+        found = places[held.argsort()]
+        if len(found) != 2 * count or not torch.equal(held.sort().values, numbers):
             raise RuntimeError("The KV cache of this backend does not hold what was written to it, element by element.")
         found = found.cpu()
         return cls(found[:count].view(shape), found[count:].view(shape))
@@ -83,7 +87,7 @@ class ModuleCache:
         """Keys and values of the rows `[start, end)`, each `[end - start, num_kv_heads, head_dim]`."""
         first = start // self.block_size
         needed = torch.as_tensor(blocks, dtype=torch.int64)[first : -(-end // self.block_size)]
-        pages = self._layer.kv_cache[needed.to(self._layer.kv_cache.device)].flatten(1).cpu()
+        pages = self._layer.kv_cache[needed.to(self._layer.kv_cache.device)].flatten(1).float().cpu()
         rows = slice(start - first * self.block_size, end - first * self.block_size)
         keys, values = (pages[:, where].flatten(0, 1)[rows] for where in (self._layout.keys, self._layout.values))
         return keys, values

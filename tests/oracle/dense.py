@@ -280,6 +280,7 @@ class Reference:
 
     def __init__(self, model: DenseModel) -> None:
         self.model = model
+        self._held = torch.empty(0, model.embeddings.shape[1])
         self.forget()
 
     def forget(self) -> None:
@@ -288,6 +289,11 @@ class Reference:
         hidden_size = self.model.embeddings.shape[1]
         self._target = [Rows(layer.attention, hidden_size) for layer in self.model.target]
         self._modules = [Rows(layer.attention, hidden_size) for layer in self.model.modules]
+
+    def hold(self, first: int, hidden: Tensor) -> None:
+        """The modules take these hidden states of the target `[rows, hidden_size]` from row `first` on, not its own."""
+        missing = torch.full((max(0, first - len(self._held)), hidden.shape[1]), math.nan)
+        self._held = torch.cat([self._held[:first], missing, hidden])
 
     @torch.no_grad()
     def update(self, tokens: Sequence[int], last: int) -> None:
@@ -307,7 +313,8 @@ class Reference:
             start = rows.count
             layer.run(x[start:], rows)
             x = rows.output[: last + 1]
-        target = x
+        held = self._held[: last + 1]
+        x = target = torch.cat([torch.where(held.isnan(), x[: len(held)], held), x[len(held) :]])
         for index, (layer, rows) in enumerate(zip(self.model.modules, self._modules, strict=True)):
             shift = 1 + index
             end = max(0, min(last + 1, len(tokens) - shift))

@@ -227,6 +227,7 @@ def run_schedules(
     setups: Sequence[Setup] = SETUPS,
     plant: Callable[[Engine], AbstractContextManager[Any]] | None = None,
     graphs: bool = False,
+    dtype: str = "float32",
     progress: bool = False,
 ) -> Record:
     """Runs `count` random schedules and returns what was found.
@@ -234,11 +235,12 @@ def run_schedules(
     Args:
         modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
         continuation: see `Watcher`.
+        dtype: of the engines; the reference is always float32 (`TOLERANCES`).
         graphs: the engines record their steps and passes of decode batches, on CUDA.
         plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
     """
     texts, stops = read_texts(model)
-    record = Record()
+    record = Record(dtype=dtype)
     for setup, number in draw_setups(random.Random(seed), count, setups):
         if setup.ranks > 1 and "RANK" not in os.environ:
             add_ranks(record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules)])
@@ -248,7 +250,7 @@ def run_schedules(
         with ExitStack() as stack:
             folder = stack.enter_context(checkpoint(model, setup))
             stack.enter_context(drafter_of(setup))
-            engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs)))
+            engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, dtype)))
             dense = dense_model(folder, setup)
             stack.enter_context(_counting_grammar_cuts(engine, record))
             stack.enter_context(plant(engine) if plant is not None else nullcontext())

@@ -3,11 +3,15 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-TOLERANCE = 2e-4
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
 """How far an element may lie from the reference's, relative to the larger of one and its size; also how close the
-reference's two best logits must be for either to do as the draft. Two float32 runs of the same sums differ by 1e-5."""
+reference's two best logits must be for either to do as the draft. Two float32 runs of the same sums differ by 1e-5; in
+bfloat16 a module's keys and values are some 0.05 off, and those of a wrong token or another row by as much as they are
+large."""
 
-ROUTING_TOLERANCE = 2e-6
+TOLERANCE = TOLERANCES["float32"]
+
+ROUTING_TOLERANCES = {"float32": 2e-6, "bfloat16": 2e-2}
 """Two experts this close in the reference may be taken for each other: a big difference that means nothing."""
 
 MAX_MISMATCHES = 20
@@ -41,12 +45,12 @@ class Record:
 
     Attributes:
         rows_checked: one per module, row and pass.
-        rows_mismatched: of those, the ones further off than `TOLERANCE`, by module in `mismatched_by_module`.
+        rows_mismatched: of those, the ones further off than `tolerance`, by module in `mismatched_by_module`.
         rows_open: rows that wait for a draft which the pass was not asked for; nothing says what they hold.
         rows_freed: rows outside a sliding window, whose blocks are no longer the request's.
         rows_unwritten: rows of requests whose hidden states the host kept from the drafter in an earlier step, or that
             reuse such a request's blocks: not checked.
-        rows_excused: mismatches of requests where the engine took another of two equal experts (`ROUTING_TOLERANCE`).
+        rows_excused: mismatches of requests where the engine took another of two equal experts (`ROUTING_TOLERANCES`).
         drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
         max_abs_error: over the rows of requests without a mismatch.
         max_target_error: over the target's hidden states, which the modules start from.
@@ -69,10 +73,14 @@ class Record:
     drafts_unchecked: int = 0
     max_abs_error: float = 0.0
     max_target_error: float = 0.0
-    tolerance: float = TOLERANCE
+    dtype: str = "float32"
     mismatches: list[str] = field(default_factory=list)
     events: Events = field(default_factory=Events)
     _described: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.dtype]
 
     @property
     def clean(self) -> bool:
@@ -122,6 +130,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         plain = asdict(self)
         del plain["_described"]
+        plain["tolerance"] = self.tolerance
         plain["first_mismatch"] = self.first_mismatch
         plain["mismatched_by_module"] = dict(sorted(self.mismatched_by_module.items()))
         plain["events"]["rejections"] = dict(sorted(self.events.rejections.items()))

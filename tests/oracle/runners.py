@@ -28,7 +28,7 @@ class Pass:
     """What the host asks of a pass, read before the drafter may change it.
 
     Attributes:
-        hidden: `[num_tokens, hidden_size]`, the target's, on the CPU.
+        hidden: `[num_tokens, hidden_size]` float32, the target's, on the CPU.
         k: drafts wanted.
     """
 
@@ -106,7 +106,7 @@ class V1Runner:
             )
             for index, request_id in enumerate(self.runner.input_batch.req_ids)
         ]
-        return Pass(requests, kwargs["target_hidden_states"].clone().cpu(), kwargs["num_speculative_tokens"])
+        return Pass(requests, kwargs["target_hidden_states"].float().clone().cpu(), kwargs["num_speculative_tokens"])
 
     def known_tokens(self, request_id: str) -> tuple[list[int], list[int]]:
         state = self.runner.requests[request_id]
@@ -167,7 +167,7 @@ class V2Runner:
             )
             for index, request_id in enumerate(batch.req_ids)
         ]
-        return Pass(requests, last_hidden_states[: batch.num_tokens].clone().cpu(), num_speculative_tokens)
+        return Pass(requests, last_hidden_states[: batch.num_tokens].float().clone().cpu(), num_speculative_tokens)
 
     def known_tokens(self, request_id: str) -> tuple[list[int], list[int]]:
         states = self.runner.req_states

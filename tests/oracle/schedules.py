@@ -50,7 +50,7 @@ class Setup:
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
-    def engine_arguments(self, graphs: bool = False) -> dict[str, Any]:
+    def engine_arguments(self, graphs: bool = False, dtype: str = "float32") -> dict[str, Any]:
         """For `vllm.LLM`; `graphs` lets it record decode steps of every number of requests but some."""
         speculative = {"method": "mtp", "num_speculative_tokens": self.k, **self.speculative}
         if self.k_by_batch is not None:
@@ -61,7 +61,7 @@ class Setup:
             "cudagraph_capture_sizes": [size * (self.k + 1) for size in self.graph_sizes],
         }
         return {
-            "dtype": "float32",
+            "dtype": dtype,
             "enforce_eager": not graphs,
             **({"compilation_config": recorded} if graphs else {}),
             "block_size": BLOCK_SIZE,
