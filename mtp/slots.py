@@ -54,12 +54,17 @@ def write_group_by_group(
     num_tokens = positions.shape[0]
     valid = (positions >= 0) & (positions < max_model_len)
     positions = positions.long()
+    # Most groups have blocks of one size and tables of one width.
+    located: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
     for group in groups:
-        table = group.table(num_reqs)
-        # A position past the table is not the row's to write either; the clamp only keeps the look-up in bounds.
-        in_table = valid & (positions < table.shape[1] * group.block_size)
-        block_index = (positions // group.block_size).clamp(0, table.shape[1] - 1)
-        slots = table[req_indices, block_index].long() * group.block_size + positions % group.block_size
+        table, size = group.table(num_reqs), group.block_size
+        width = table.shape[1]
+        if (size, width) not in located:
+            # A position past the table is not the row's to write either; the clamp only keeps the look-up in bounds.
+            blocks = (positions // size).clamp(0, width - 1)
+            located[size, width] = valid & (positions < width * size), blocks, positions % size
+        in_table, blocks, offsets = located[size, width]
+        slots = table[req_indices, blocks].long() * size + offsets
         group.slot_mapping[:num_tokens] = torch.where(in_table, slots, PADDING_SLOT_ID)
         group.slot_mapping[num_tokens:num_padded_tokens] = PADDING_SLOT_ID
 

@@ -279,17 +279,17 @@ def lay_out_rows(
         seq_lens: `[num_reqs]` integer, rejected rows of the step counted in.
     """
     device = query_start_loc.device
-    step_starts = rows.query_start_loc[:-1].long()
-    step_lens = rows.query_start_loc[1:] - rows.query_start_loc[:-1]
-    window_starts = query_start_loc[:-1].long()
-    window_lens = query_start_loc[1:] - query_start_loc[:-1]
-    first_positions = seq_lens.long() - step_lens  # where the target's rows begin
+    step_bounds = rows.query_start_loc.long()
+    window_bounds = step_bounds if query_start_loc is rows.query_start_loc else query_start_loc.long()
+    step_starts, window_starts = step_bounds[:-1], window_bounds[:-1]
+    window_lens = window_bounds.diff()
+    first_positions = seq_lens - step_bounds.diff()  # where the target's rows begin
     last_positions = first_positions + rows.last_rows - step_starts
     # Where the window begins. A single module has no stale rows, and keeps the step's.
     starts = first_positions if history is None else (last_positions - window_lens + 1).clamp(min=0)
 
     row_indices = torch.arange(num_rows, device=device)
-    req_indices = torch.searchsorted(query_start_loc[1:].long(), row_indices, right=True)
+    req_indices = torch.searchsorted(window_bounds[1:], row_indices, right=True)
     seq_positions = row_indices + (starts - window_starts)[req_indices]
     offsets = seq_positions - first_positions[req_indices]  # from the target's first row; negative in the history
     valid = seq_positions <= last_positions[req_indices]

@@ -114,7 +114,8 @@ SMALL = {"max_model_len": 96, "max_num_batched_tokens": 48, "max_num_seqs": 4, "
 
 
 def without() -> dict[str, Any]:
-    value: dict[str, Any] = run(scenarios.few, SMALL, mode="off").value
+    # In one step: on the CPU the V1 runner can't have the prompts of seeded requests in chunks.
+    value: dict[str, Any] = run(scenarios.few, SMALL | {"max_num_batched_tokens": 256}, mode="off").value
     return value
 
 
