@@ -30,12 +30,13 @@ def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
     return run_schedules(MODEL, count, seed, setups=chosen, progress=True).to_json()
 
 
-def faults(seed: int, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+def faults(seed: int, cases: list[tuple[str, str]], dtype: str = "float32") -> list[dict[str, Any]]:
     """Of every fault and the engine's name beside it, the record of one schedule."""
     from tests.oracle.faults import FAULTS
 
     return [
-        run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault]).to_json() for fault, name in cases
+        run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault], dtype=dtype).to_json()
+        for fault, name in cases
     ]
 
 

@@ -8,19 +8,18 @@ from typing import Any
 from tests.engine import run_command
 
 
-def run_child(function: str, mode: str = "on", runner: str = "v1", **arguments: Any) -> dict[str, Any]:
+def run_child(function: str, mode: str = "on", runner: str = "v1", **arguments: Any) -> Any:
     """Calls a function of `tests.oracle.child` in a fresh process; equal calls are made once."""
     return _run_once(function, mode, runner, json.dumps(arguments, sort_keys=True))
 
 
 @functools.cache
-def _run_once(function: str, mode: str, runner: str, arguments: str) -> dict[str, Any]:
+def _run_once(function: str, mode: str, runner: str, arguments: str) -> Any:
     command = [sys.executable, "-m", "tests.oracle.child", function, arguments]
     chosen = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if runner == "v2" else {}
     child = run_command(command, MTP_PROPOSERS=mode, **chosen)
     assert child.returncode == 0, child.stderr[-6000:]
-    result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return result
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def assert_clean(record: dict[str, Any]) -> None:

@@ -263,6 +263,14 @@ def test_it_sees_that_padding_writes_into_blocks_of_others() -> None:
     assert "should be right because" in record["first_mismatch"]
 
 
+def test_in_bfloat16_it_sees_a_fault_and_nothing_without_it() -> None:
+    clean, faulty = run_child(
+        "faults", seed=1, cases=[(f, "preemption") for f in ("none", "no_history")], dtype="bfloat16"
+    )
+    assert_clean(clean)
+    assert faulty["mismatched_by_module"].keys() == {"1", "2"}
+
+
 def test_it_sees_the_faults_of_vllms_own_proposer() -> None:
     record = run_child("schedules", "upstream", count=1, seed=1, setups=["preemption"])
     assert record["mismatched_by_module"].keys() == {"0", "1", "2"}

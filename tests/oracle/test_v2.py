@@ -48,3 +48,10 @@ def test_on_the_v2_runner_it_sees_a_fault_and_nothing_without_it(fault: str) -> 
     records: Any = run_child("faults", runner="v2", seed=1, cases=cases)
     assert_clean(records[cases.index(("none", FAULTS_ON_V2[fault]))])
     assert records[list(FAULTS_ON_V2).index(fault)]["rows_mismatched"] > 0
+
+
+def test_it_sees_what_vllms_own_speculator_leaves_stale_where_the_number_of_drafts_changes() -> None:
+    setups = ["K by batch, from 0", "grammars"]
+    record = run_child("schedules", "upstream", "v2", count=2, seed=1, setups=setups)
+    assert record["mismatched_by_module"].keys() >= {"1", "2"}
+    assert "a draft that has since been replaced" in record["first_mismatch"]
