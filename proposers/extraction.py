@@ -70,8 +70,6 @@ def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
     Raises:
         ValueError: it can't be served.
     """
-    import vllm.envs as envs
-
     config = vllm_config.speculative_config
     ExtractionPlan.of(vllm_config)
     if config.num_speculative_tokens == 0:
@@ -80,11 +78,6 @@ def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
         raise ValueError(
             f"num_speculative_tokens={config.num_speculative_tokens}, and extract_hidden_states drafts nothing: "
             "set it to 1, as vLLM's own extraction wants it."
-        )
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise ValueError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 insists on vLLM's V2 model runner, and hidden-state extraction by "
-            "vllm-mtp-proposers runs on V1: unset it, or set MTP_PROPOSERS=upstream to extract with vLLM itself."
         )
     parallel = vllm_config.parallel_config
     unsupported = {

@@ -166,7 +166,7 @@ def _route_to_v1(original: Any) -> Any:
         if envs.VLLM_USE_V2_MODEL_RUNNER:
             return features
         if extracts(self.speculative_config):
-            return [*features, "hidden-state extraction by vllm-mtp-proposers"]
+            return [*features, "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"]
         there_too = known_architecture(self.speculative_config) in SPECULATORS
         drafts = "it drafts there too" if there_too else "where vLLM's own speculator drafts"
         return [*features, f"drafting by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2: {drafts})"]
@@ -177,6 +177,8 @@ def _route_to_v1(original: Any) -> Any:
 def _build_speculator(original: Any) -> Any:
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         config = vllm_config.speculative_config
+        if extracts(config):
+            return _new_extractor(vllm_config, device)
         architecture = known_architecture(config)
         if architecture is None:
             return original(vllm_config, device, req_states)
@@ -325,10 +327,10 @@ DRAFTING = (
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         parameters=("self",),
         replace=_route_to_v1,
-        why="on CUDA the V2 runner is the default; ours drafts there when it is asked for by name, until a measurement "
-        "on a GPU says which is faster, and extraction does not run there.",
+        why="on CUDA the V2 runner is the default; what this package does runs there when it is asked for by name, "
+        "until it has been seen and measured on a GPU.",
         upstream="none yet",
-        until="extraction runs on the V2 runner, and drafting there is the faster",
+        until="drafting and extraction on V2 are measured on a GPU and are not the slower",
     ),
     Patch(
         target="vllm.v1.worker.gpu.model_runner:init_speculator",
@@ -378,22 +380,26 @@ def _build_extractor(original: type) -> type:
         """Stands for our proposer under the host's name, as `KnownProposer` does."""
 
         def __call__(cls, vllm_config: Any, device: Any) -> Any:
-            from proposers.extract_hidden_states import ExtractHiddenStatesProposer
-
-            proposer = ExtractHiddenStatesProposer(vllm_config, device)
-            logger.info(
-                "%s.%s keeps the hidden states %s of every token, instead of vLLM's own proposer "
-                "(MTP_PROPOSERS=upstream switches back).",
-                type(proposer).__module__,
-                type(proposer).__name__,
-                list(proposer.plan.layer_ids),
-            )
-            return proposer
+            return _new_extractor(vllm_config, device)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return _is_extractor(instance) or isinstance(instance, original)
 
     return Extractor("ExtractHiddenStatesProposer", (), {})
+
+
+def _new_extractor(vllm_config: Any, device: Any) -> Any:
+    from proposers.extract_hidden_states import ExtractHiddenStatesProposer
+
+    proposer = ExtractHiddenStatesProposer(vllm_config, device)
+    logger.info(
+        "%s.%s keeps the hidden states %s of every token, instead of vLLM's own proposer "
+        "(MTP_PROPOSERS=upstream switches back).",
+        type(proposer).__module__,
+        type(proposer).__name__,
+        list(proposer.plan.layer_ids),
+    )
+    return proposer
 
 
 def _is_extractor(drafter: object) -> bool:
@@ -410,11 +416,22 @@ def _extractor_of(runner: Any) -> Any:
 def _run_as_without_drafts(original: Any) -> Any:
     def __init__(self: Any, vllm_config: Any, device: Any) -> None:
         original(self, vllm_config, device)
+        if _is_extractor(getattr(self, "speculator", None)):  # on V2, which would ask it for drafts
+            self.drafter, self.speculator = self.speculator, None
         if _extractor_of(self) is not None:
             self.speculative_config = None
             self.use_aux_hidden_state_outputs = False
 
     return __init__
+
+
+def _hook_model(original: Any) -> Any:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if extractor := _extractor_of(self):
+            extractor.load_model(self.model)
+
+    return load_model
 
 
 def _allocate_rows_too(original: Any) -> Any:
@@ -425,19 +442,39 @@ def _allocate_rows_too(original: Any) -> Any:
         if extractor is None:
             return original(self, kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
         rows: list[Any] = []
-
-        @contextmanager
-        def with_rows() -> Iterator[None]:
-            with kv_cache_allocation_context or nullcontext():
-                yield
-                rows.append(extractor.allocate(kv_cache_config))
-
-        tensors = original(self, kv_cache_config, kernel_block_sizes, with_rows())
-        # Where the host copies blocks, it copies every tensor of this list.
-        self.kv_caches += [tensor for tensor in rows if tensor is not None]
+        with_rows = _allocating(rows, extractor, kv_cache_config, kv_cache_allocation_context)
+        tensors = original(self, kv_cache_config, kernel_block_sizes, with_rows)
+        self.kv_caches += rows
         return tensors
 
     return initialize_kv_cache_tensors
+
+
+def _allocate_rows_too_on_v2(original: Any) -> Any:
+    def initialize_kv_cache(
+        self: Any, kv_cache_config: Any, is_profiling: bool = False, kv_cache_allocation_context: Any = None
+    ) -> None:
+        extractor = _extractor_of(self)
+        if extractor is None:
+            return original(self, kv_cache_config, is_profiling, kv_cache_allocation_context)
+        rows: list[Any] = []
+        with_rows = _allocating(rows, extractor, kv_cache_config, kv_cache_allocation_context)
+        original(self, kv_cache_config, is_profiling, with_rows)
+        self.kv_caches += rows
+        return None
+
+    return initialize_kv_cache
+
+
+@contextmanager
+def _allocating(rows: list[Any], extractor: Any, kv_cache_config: Any, context: Any) -> Iterator[None]:
+    """The host's allocation of its KV cache, and ours after it, which `rows` is for: where the host copies blocks, it
+    copies every tensor of its list.
+    """
+    with context or nullcontext():
+        yield
+        tensor = extractor.allocate(kv_cache_config)
+        rows += [] if tensor is None else [tensor]
 
 
 def _bill_rows(original: Any) -> Any:
@@ -526,6 +563,30 @@ EXTRACTION = (
         parameters=("self", "kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context"),
         replace=_allocate_rows_too,
         why="the rows are allocated after the KV cache and in its memory pool, so that sleep mode releases them too.",
+        upstream="none yet",
+        until="a KVCacheConfig can hold supplementary tensors",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__",
+        parameters=("self", "vllm_config", "device"),
+        replace=_run_as_without_drafts,
+        why="as on the V1 runner.",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+        parameters=("self", ...),
+        replace=_hook_model,
+        why="the V2 runner shows its model to nobody but a speculator of its own kind.",
+        upstream=_NO_REGISTRY,
+        until=_PLUGIN_PROPOSERS,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
+        parameters=("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+        replace=_allocate_rows_too_on_v2,
+        why="as on the V1 runner.",
         upstream="none yet",
         until="a KVCacheConfig can hold supplementary tensors",
     ),

@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 
 from proposers.hidden_states import RecordDataset, load
 from tests.extraction import dense, extract
-from tests.scenarios import _allow_async_scheduling, metrics
+from tests.scenarios import _allow_async_scheduling, metrics, runner
 
 LAYERS = [6, 0, 3]  # not ascending, the last layer's output among them
 RING_BYTES = 40 * 3 * 192 * 4  # forty tokens of the tiny model: requests come in pieces and writers are waited for
@@ -88,6 +88,23 @@ def generate(llm: LLM, batch: list[list[int]], params: Any) -> list[dict[str, An
     """Everything is examined after `generate` has returned and before anything else runs."""
     inputs = [{"prompt_token_ids": prompt} for prompt in batch]
     return [examine(llm, output) for output in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def few(llm: LLM, root: str) -> dict[str, Any]:
+    """The same for engines that are slow: chunks, decoding side by side, hits, a name that leads out of the root."""
+    everything = {"include_output_tokens": True}
+    return {
+        "batches": {
+            "chunks": generate(llm, prompts(150), ask(4)),
+            "side by side": generate(llm, prompts(3, 20, 40), ask(6, **everything)),
+            "shared": generate(llm, prompts(3, 40, shared=96), ask(4, **everything)),
+            "again": generate(llm, prompts(3, 40, shared=96), ask(4, **everything)),
+        },
+        "refused": generate(llm, prompts(20), ask(2, name="../up")),
+        "metrics": metrics(llm),
+        "files": files(root),
+        "runner": type(runner(llm)).__module__,
+    }
 
 
 def many(llm: LLM, root: str) -> dict[str, Any]:

@@ -177,6 +177,17 @@ def test_a_disk_that_stands_still_holds_back_only_who_waits_for_it(tmp_path: Pat
     assert len(done["files"]) == 1
 
 
+def test_on_the_v2_runner_every_record_is_there_and_every_row_is_right(tmp_path: Path) -> None:
+    done = run(records.few, records_engine(tmp_path) | SMALL | {"max_num_seqs": 4}, v2=True, root=str(tmp_path)).value
+    found = [facts for batch in done["batches"].values() for facts in batch]
+    assert done["runner"].startswith("vllm.v1.worker.cpu")
+    assert len(found) == len(done["files"]) == 8
+    assert [facts for facts in found if not right(facts)] == []
+    assert done["metrics"]["prefix_cache_hits"] >= 2 * 96
+    assert "leads out of the storage root" in done["refused"][0]["params"]["error"]
+    assert done["metrics"].get("spec_decode_num_draft_tokens", 0) == 0
+
+
 def test_one_of_two_tensor_parallel_ranks_writes_and_says_so_once(tmp_path: Path) -> None:
     engine = records_engine(tmp_path) | {"tensor_parallel_size": 2}
     done = run(records.two_ranks, engine, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, root=str(tmp_path))
