@@ -22,7 +22,7 @@ def interpret_triton() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     class Driver:
-        """vLLM asks for a backend called `cpu`, and whether it is there."""
+        """vLLM asks for a backend called `cpu`, and whether it is there, when it is imported."""
 
         @staticmethod
         def is_active() -> bool:
@@ -32,8 +32,15 @@ def interpret_triton() -> None:
         compiler = None
         driver = Driver
 
+    others = dict(backends)
     backends.clear()
     backends["cpu"] = Backend
+    import vllm.triton_utils
+
+    assert vllm.triton_utils.HAS_TRITON
+    # PyTorch's compiler must not find it.
+    backends.clear()
+    backends.update(others)
     for name, where in {"create_masked_load": 0, "create_masked_store": 1}.items():
         setattr(InterpreterBuilder, name, _with_boolean_mask(getattr(InterpreterBuilder, name), where))
     libdevice.log1p = lambda x: tl.log(1.0 + x)  # a function of CUDA's own library, and here of none
