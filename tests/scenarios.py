@@ -227,3 +227,12 @@ def few(llm: LLM) -> dict[str, Any]:
         for way in (1, -1)
     ]
     return {"tokens": greedy(llm, prompts, 24), "drawn": drawn[0], "drawn in reverse": drawn[1], **state(llm)}
+
+
+def dummy_runs(llm: LLM) -> dict[str, Any]:
+    """Generations around the host's profiling and warm-up steps, whose requests are nobody's."""
+    prompts = [text[:50] for text in held_out_prompts(llm.get_tokenizer(), 2, 60)]
+    before = greedy(llm, prompts, 12)
+    for caches in (True, False):
+        runner(llm)._dummy_run(16, skip_attn=caches, is_profile=caches)
+    return {"tokens": before, "again": greedy(llm, prompts, 12), **state(llm)}

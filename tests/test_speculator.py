@@ -147,6 +147,14 @@ def test_probabilistic_drafts_follow_the_seed_of_their_request() -> None:
     assert done["drawn"] == done["drawn in reverse"]
 
 
+def test_a_dummy_run_of_the_host_leaves_no_trace() -> None:
+    done = run(scenarios.dummy_runs, SMALL | mtp(3), v2=True).value
+    assert done["tokens"] == done["again"]
+    # The second time the prompts come from the prefix cache.
+    assert done["metrics"]["prefix_cache_hits"] > 0
+    assert done["metrics"]["spec_decode_num_accepted_tokens"] > 0
+
+
 def test_the_other_mode_keeps_vllms_own_speculator() -> None:
     done = on_v2(3, mode="upstream")
     assert done.value["proposer"].endswith("multi_module_mtp.speculator.MultiModuleMTPSpeculator")
