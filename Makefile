@@ -10,7 +10,7 @@ demo: setup
 
 # Two at a time, a file at a time: most of a test is an engine that starts, and engines are shared within a file.
 test: setup
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(PYTHON) -m ruff check .
