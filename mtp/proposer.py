@@ -211,12 +211,11 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
             target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
         rows = StepRows(target_token_ids, target_positions, target_hidden_states, last_rows, cad.query_start_loc)
         batch, self._batch = self._batch, None
-        slots = [] if self.history is None else self._assign_history(batch)
+        history_slots = None if self.history is None else self._assign_history(batch)
         if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
             sampling_metadata = None
         chain_length = self.plan.chain_length
         prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
-        history_slots = None if self.history is None else async_tensor_h2d(np.array(slots), device=self.device)
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
         inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
         graphs = self.graphs if sampling_metadata is None and prompt is None else None
@@ -234,14 +233,16 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
 
     # Inputs.
 
-    def _assign_history(self, batch: DraftBatch | None) -> list[int]:
+    def _assign_history(self, batch: DraftBatch | None) -> torch.Tensor:
+        """`[num_reqs]` int64, the requests' slots."""
         assert self.history is not None
         if batch is None:
             raise RuntimeError(
                 "propose was called without one of the prepare_next_token_ids methods before it, so the rows belong "
                 "to no known request."
             )
-        return self.history.assign(batch.input_batch.req_ids, batch.requests)
+        slots = self.history.assign(batch.input_batch.req_ids, batch.requests)
+        return async_tensor_h2d(np.array(slots), device=self.device)
 
     def _model_inputs(
         self,

@@ -5,7 +5,7 @@ until everything that it is going to change has been checked, and raises where i
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -128,6 +128,18 @@ def _is_multi_group(original: Any) -> Any:
     return use_step3p5_mtp
 
 
+def _say_who_drafts(drafter: type, architecture: str, runner: str, num_speculative_tokens: int) -> None:
+    logger.info(
+        "%s.%s drafts for %s on the %s model runner, %d tokens a step, instead of vLLM's own "
+        "(MTP_PROPOSERS=upstream switches back).",
+        drafter.__module__,
+        drafter.__name__,
+        architecture,
+        runner,
+        num_speculative_tokens,
+    )
+
+
 def _build_known(original: type) -> type:
     class KnownProposer(type):
         """Stands for all our proposers under one name of the host: a call builds, `isinstance` recognises."""
@@ -138,14 +150,7 @@ def _build_known(original: type) -> type:
             assert architecture is not None
             proposer = load_proposer(architecture)
             _built.append(architecture)
-            logger.info(
-                "%s.%s drafts for %s on the V1 model runner, %d tokens a step, instead of vLLM's own proposer "
-                "(MTP_PROPOSERS=upstream switches back).",
-                proposer.__module__,
-                proposer.__name__,
-                architecture,
-                config.num_speculative_tokens,
-            )
+            _say_who_drafts(proposer, architecture, "V1", config.num_speculative_tokens)
             return proposer(vllm_config, device, runner)
 
         def __instancecheck__(cls, instance: object) -> bool:
@@ -161,13 +166,14 @@ def _route_to_v1(original: Any) -> Any:
         import vllm.envs as envs
 
         features = original(self)
-        if not is_known(self.speculative_config) and not extracts(self.speculative_config):
-            return features
+        architecture = known_architecture(self.speculative_config)
         if envs.VLLM_USE_V2_MODEL_RUNNER:
             return features
         if extracts(self.speculative_config):
             return [*features, "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"]
-        there_too = known_architecture(self.speculative_config) in SPECULATORS
+        if architecture is None:
+            return features
+        there_too = architecture in SPECULATORS
         drafts = "it drafts there too" if there_too else "where vLLM's own speculator drafts"
         return [*features, f"drafting by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2: {drafts})"]
 
@@ -186,14 +192,7 @@ def _build_speculator(original: Any) -> Any:
             logger.warning("vLLM's own speculator drafts for %s on the V2 model runner: %s.", architecture, reason)
             return original(vllm_config, device, req_states)
         speculator = load_speculator(architecture)
-        logger.info(
-            "%s.%s drafts for %s on the V2 model runner, %d tokens a step, instead of vLLM's own speculator "
-            "(MTP_PROPOSERS=upstream switches back).",
-            speculator.__module__,
-            speculator.__name__,
-            architecture,
-            config.num_speculative_tokens,
-        )
+        _say_who_drafts(speculator, architecture, "V2", config.num_speculative_tokens)
         return speculator(vllm_config, device)
 
     return init_speculator
@@ -438,14 +437,10 @@ def _allocate_rows_too(original: Any) -> Any:
     def initialize_kv_cache_tensors(
         self: Any, kv_cache_config: Any, kernel_block_sizes: Any, kv_cache_allocation_context: Any = None
     ) -> Any:
-        extractor = _extractor_of(self)
-        if extractor is None:
-            return original(self, kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
-        rows: list[Any] = []
-        with_rows = _allocating(rows, extractor, kv_cache_config, kv_cache_allocation_context)
-        tensors = original(self, kv_cache_config, kernel_block_sizes, with_rows)
-        self.kv_caches += rows
-        return tensors
+        def allocate(context: Any) -> Any:
+            return original(self, kv_cache_config, kernel_block_sizes, context)
+
+        return _with_rows(self, kv_cache_config, kv_cache_allocation_context, allocate)
 
     return initialize_kv_cache_tensors
 
@@ -454,27 +449,31 @@ def _allocate_rows_too_on_v2(original: Any) -> Any:
     def initialize_kv_cache(
         self: Any, kv_cache_config: Any, is_profiling: bool = False, kv_cache_allocation_context: Any = None
     ) -> None:
-        extractor = _extractor_of(self)
-        if extractor is None:
-            return original(self, kv_cache_config, is_profiling, kv_cache_allocation_context)
-        rows: list[Any] = []
-        with_rows = _allocating(rows, extractor, kv_cache_config, kv_cache_allocation_context)
-        original(self, kv_cache_config, is_profiling, with_rows)
-        self.kv_caches += rows
-        return None
+        def allocate(context: Any) -> None:
+            original(self, kv_cache_config, is_profiling, context)
+
+        _with_rows(self, kv_cache_config, kv_cache_allocation_context, allocate)
 
     return initialize_kv_cache
 
 
-@contextmanager
-def _allocating(rows: list[Any], extractor: Any, kv_cache_config: Any, context: Any) -> Iterator[None]:
-    """The host's allocation of its KV cache, and ours after it, which `rows` is for: where the host copies blocks, it
-    copies every tensor of its list.
-    """
-    with context or nullcontext():
-        yield
-        tensor = extractor.allocate(kv_cache_config)
-        rows += [] if tensor is None else [tensor]
+def _with_rows(runner: Any, kv_cache_config: Any, context: Any, allocate: Callable[[Any], Any]) -> Any:
+    """The host's allocation of its KV cache, in its context, and ours after it in the same."""
+    extractor = _extractor_of(runner)
+    if extractor is None:
+        return allocate(context)
+    rows: list[Any] = []
+
+    @contextmanager
+    def with_rows() -> Iterator[None]:
+        with context or nullcontext():
+            yield
+            rows.append(extractor.allocate(kv_cache_config))
+
+    result = allocate(with_rows())
+    # Where the host copies blocks, it copies every tensor of this list.
+    runner.kv_caches += [tensor for tensor in rows if tensor is not None]
+    return result
 
 
 def _bill_rows(original: Any) -> Any:

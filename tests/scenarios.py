@@ -8,6 +8,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from bench.corpus import held_out_prompts
+from bench.worker import drafter_of
 
 MAX_MODEL_LEN = 320
 MAX_TOKENS = 40
@@ -67,7 +68,7 @@ def state(llm: LLM) -> dict[str, Any]:
     result = {"metrics": metrics(llm), "block_size": config.cache_config.block_size}
     drafter = None
     if config.parallel_config.tensor_parallel_size == 1:
-        drafter = getattr(runner(llm), "drafter", None) or getattr(runner(llm), "speculator", None)
+        drafter = drafter_of(runner(llm))
     if drafter is not None:
         result["proposer"] = class_path(drafter)
         if groups := getattr(drafter, "groups", None):
