@@ -1,47 +1,94 @@
-"""Slot mappings of all groups against the seed's arithmetic, one group after the other in a naive loop over requests.
+"""Slot mappings of all groups at once, against plain PyTorch group by group and a naive loop over requests.
 
 The naive loop is what Step3p5MTPProposer's document describes, with the fault of one block size for all groups left
-out: both sides compute the same slots, which the first assertion checks.
+out: all compute the same slots, which the assertions check. On CUDA a figure is that of `CALLS` calls, waited for once:
+issued one by one, and as a CUDA graph, which is how a recorded pass runs them.
 """
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from mtp.groups import DraftGroup
-from mtp.slots import write_slot_mappings
+from mtp.slots import write_group_by_group, write_slot_mappings
 
 MAX_MODEL_LEN = 4096
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+CALLS = 100 if CUDA else 1
 
 
 def make_groups(num_groups: int, batch: int) -> list[DraftGroup]:
     groups = []
     for gid in range(num_groups):
         block_size = 16 << (gid % 3)
-        group = DraftGroup(gid, block_size, torch.zeros(batch, dtype=torch.int64))
-        group.block_table = torch.randint(1, 10_000, (batch, MAX_MODEL_LEN // block_size), dtype=torch.int32)
+        group = DraftGroup(gid, block_size, torch.zeros(batch, dtype=torch.int64, device=DEVICE))
+        table = torch.randint(1, 10_000, (batch, MAX_MODEL_LEN // block_size), dtype=torch.int32)
+        group.block_table = table.to(DEVICE)
         groups.append(group)
     return groups
 
 
-def naive(groups: list[DraftGroup], positions: list[int]) -> None:
+def naive(
+    groups: Sequence[DraftGroup],
+    num_reqs: int,
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    max_model_len: int,
+    num_padded_tokens: int,
+) -> None:
     for group in groups:
         assert group.block_table is not None
-        for request, position in enumerate(positions):
+        for request, position in enumerate(positions.tolist()):
             block = int(group.block_table[request, position // group.block_size])
             group.slot_mapping[request] = block * group.block_size + position % group.block_size
 
 
+def repeated(call: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(CALLS):
+            call()
+        if CUDA:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def recorded(call: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+
+    def run() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return run
+
+
+VARIANTS = {"at once": write_slot_mappings, "by group": write_group_by_group}
+if not CUDA:
+    VARIANTS["naive"] = naive
+
+
 @pytest.mark.parametrize("batch", [1, 4, 16, 64, 256])
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("variant", ["groups", "naive"])
-def test_slot_mappings(benchmark, variant: str, num_groups: int, batch: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("how", [repeated, recorded] if CUDA else [repeated])
+def test_slot_mappings(benchmark, how, variant: str, num_groups: int, batch: int) -> None:
     torch.manual_seed(0)
     groups = make_groups(num_groups, batch)
-    positions = torch.randint(0, MAX_MODEL_LEN, (batch,))
-    req_indices = torch.arange(batch)
-    ours = lambda: write_slot_mappings(groups, batch, req_indices, positions, MAX_MODEL_LEN, batch)  # noqa: E731
-    ours()
+    positions = torch.randint(0, MAX_MODEL_LEN, (batch,), device=DEVICE)
+    req_indices = torch.arange(batch, device=DEVICE)
+    arguments = (groups, batch, req_indices, positions, MAX_MODEL_LEN, batch)
+    naive(*arguments)
     expected = [group.slot_mapping.clone() for group in groups]
-    naive(groups, positions.tolist())
+    for group in groups:
+        group.slot_mapping.fill_(-7)
+    run = how(lambda: VARIANTS[variant](*arguments))
+    run()
     assert all(torch.equal(a, b.slot_mapping) for a, b in zip(expected, groups, strict=True))
-    benchmark(ours if variant == "groups" else lambda: naive(groups, positions.tolist()))
+    benchmark.extra_info["calls"] = CALLS
+    benchmark(run)

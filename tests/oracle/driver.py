@@ -76,8 +76,9 @@ def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     backend = "TRITON_ATTN"
     speculative = {**arguments["speculative_config"], "attention_backend": backend}
-    attention = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.2}
-    return {**arguments, **attention, "speculative_config": speculative}
+    # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
+    engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+    return {**arguments, **engine, "speculative_config": speculative}
 
 
 @contextmanager
