@@ -9,13 +9,162 @@ so that the two can't differ.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.groups import DraftGroup
+from mtp.kernels import has_kernels
 from mtp.window import PassInputs, StepRows
+
+BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """Memory that a recorded pass reads, for as many requests as there can be.
+
+    Attributes:
+        rows: of windows of `query_len` rows each.
+        next_token_ids, history_slots: as of `PassInputs`.
+        seq_lens: `[max_num_reqs]` int32.
+        query_len: rows of each window, 1 + drafts.
+        padding_slot: a slot of the history that belongs to no request.
+    """
+
+    rows: StepRows
+    next_token_ids: torch.Tensor
+    history_slots: torch.Tensor
+    seq_lens: torch.Tensor
+    query_len: int
+    padding_slot: int
+
+    @classmethod
+    def make(
+        cls,
+        max_num_reqs: int,
+        query_len: int,
+        padding_slot: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "StaticInputs":
+        num_rows = max_num_reqs * query_len
+        zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)  # noqa: E731
+        rows = StepRows(
+            token_ids=zeros(num_rows, dtype=torch.int32),
+            positions=zeros(num_rows, dtype=torch.int64),
+            hidden_states=zeros(num_rows, hidden_size, dtype=dtype),
+            last_rows=zeros(max_num_reqs, dtype=torch.int32),
+            query_start_loc=zeros(max_num_reqs + 1, dtype=torch.int32),
+        )
+        next_token_ids = zeros(max_num_reqs, dtype=torch.int32)
+        history_slots = torch.full((max_num_reqs,), padding_slot, dtype=torch.int64, device=device)
+        seq_lens = zeros(max_num_reqs, dtype=torch.int32)
+        return cls(rows, next_token_ids, history_slots, seq_lens, query_len, padding_slot)
+
+    def fill(self, inputs: PassInputs, cad: CommonAttentionMetadata, size: int) -> None:
+        """Takes over a batch, and pads it to `size` requests."""
+        num_rows = cad.num_actual_tokens
+        self.rows.hidden_states[:num_rows].copy_(inputs.rows.hidden_states[:num_rows])
+        fill = _fill_in_one_launch if has_kernels(self.seq_lens) else fill_one_by_one
+        fill(self, inputs, cad, size)
+
+    def pad(self, first: int, end: int, num_rows: int) -> None:
+        """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
+
+        Each is a sequence of no rows that ends so far before it begins that drafts past its end are padding too.
+        """
+        self.history_slots[first:end].fill_(self.padding_slot)
+        self.seq_lens[first:end].zero_()
+        self.rows.query_start_loc[first + 1 : end + 1].fill_(num_rows)
+        self.rows.last_rows[first:end].fill_(num_rows - 1 - self.query_len)
+
+
+def fill_one_by_one(static: StaticInputs, inputs: PassInputs, cad: CommonAttentionMetadata, size: int) -> None:
+    """`StaticInputs.fill` of all but the hidden states, in plain PyTorch."""
+    num_reqs, num_rows = cad.num_reqs, cad.num_actual_tokens
+    rows = inputs.rows
+    static.rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
+    static.rows.positions[:num_rows].copy_(rows.positions[:num_rows])
+    static.rows.last_rows[:num_reqs].copy_(rows.last_rows)
+    static.rows.query_start_loc[: num_reqs + 1].copy_(rows.query_start_loc)
+    static.next_token_ids[:num_reqs].copy_(inputs.next_token_ids)
+    if inputs.history_slots is not None:
+        static.history_slots[:num_reqs].copy_(inputs.history_slots)
+    static.seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
+    if size > num_reqs:
+        static.pad(num_reqs, size, num_rows)
+
+
+def _fill_in_one_launch(static: StaticInputs, inputs: PassInputs, cad: CommonAttentionMetadata, size: int) -> None:
+    # Eight copies and four fills take the host longer than the rest of a replay.
+    rows, num_rows = inputs.rows, cad.num_actual_tokens
+    _fill[(triton.cdiv(max(num_rows, size), BLOCK_ROWS),)](
+        rows.token_ids,
+        rows.positions,
+        rows.last_rows,
+        rows.query_start_loc,
+        inputs.next_token_ids,
+        static.history_slots if inputs.history_slots is None else inputs.history_slots,
+        cad.seq_lens,
+        static.rows.token_ids,
+        static.rows.positions,
+        static.rows.last_rows,
+        static.rows.query_start_loc,
+        static.next_token_ids,
+        static.history_slots,
+        static.seq_lens,
+        cad.num_reqs,
+        num_rows,
+        size,
+        static.query_len,
+        static.padding_slot,
+        BLOCK_ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "size"])
+def _fill(
+    token_ids_ptr,
+    positions_ptr,
+    last_rows_ptr,
+    query_start_loc_ptr,
+    next_token_ids_ptr,
+    history_slots_ptr,
+    seq_lens_ptr,
+    out_token_ids_ptr,
+    out_positions_ptr,
+    out_last_rows_ptr,
+    out_query_start_loc_ptr,
+    out_next_token_ids_ptr,
+    out_history_slots_ptr,
+    out_seq_lens_ptr,
+    num_reqs,
+    num_rows,
+    size,
+    QUERY_LEN: tl.constexpr,
+    PADDING_SLOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Element i of a program is row i, request i, and the end of request i's rows."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = i < num_rows
+    tl.store(out_token_ids_ptr + i, tl.load(token_ids_ptr + i, mask=is_row), mask=is_row)
+    tl.store(out_positions_ptr + i, tl.load(positions_ptr + i, mask=is_row), mask=is_row)
+    is_req = i < num_reqs
+    written = i < size
+    last_rows = tl.load(last_rows_ptr + i, mask=is_req, other=num_rows - 1 - QUERY_LEN)
+    tl.store(out_last_rows_ptr + i, last_rows, mask=written)
+    ends = tl.load(query_start_loc_ptr + 1 + i, mask=is_req, other=num_rows)
+    tl.store(out_query_start_loc_ptr + 1 + i, ends, mask=written)
+    tl.store(out_next_token_ids_ptr + i, tl.load(next_token_ids_ptr + i, mask=is_req), mask=is_req)
+    slots = tl.load(history_slots_ptr + i, mask=is_req, other=PADDING_SLOT)
+    tl.store(out_history_slots_ptr + i, slots, mask=written)
+    tl.store(out_seq_lens_ptr + i, tl.load(seq_lens_ptr + i, mask=is_req, other=0), mask=written)
 
 
 class PassGraphs:
@@ -46,14 +195,12 @@ class PassGraphs:
         self._run = run
         self._groups = list(groups)
         self._max_model_len = max_model_len
-        self._padding_slot = padding_slot
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._sizes: list[int] = []
         self._pool: Any = None
-        num_rows = max_num_reqs * query_len
-        starts = torch.arange(0, num_rows + 1, query_len, dtype=torch.int32)
+        starts = torch.arange(0, max_num_reqs * query_len + 1, query_len, dtype=torch.int32)
         self._query_start_loc_cpu, self._query_start_loc = starts, starts.to(device)  # of the windows
-        self._seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self._static = StaticInputs.make(max_num_reqs, query_len, padding_slot, hidden_size, dtype, device)
         self._tables_stay = tables_stay
         self._tables = [
             group.table(max_num_reqs)
@@ -61,15 +208,6 @@ class PassGraphs:
             else torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device)
             for group in groups
         ]
-        self._rows = StepRows(
-            token_ids=torch.zeros(num_rows, dtype=torch.int32, device=device),
-            positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            hidden_states=torch.zeros(num_rows, hidden_size, dtype=dtype, device=device),
-            last_rows=self._query_start_loc[1:] - 1,
-            query_start_loc=self._query_start_loc.clone(),
-        )
-        self._next_token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self._history_slots = torch.full((max_num_reqs,), padding_slot, dtype=torch.int64, device=device)
 
     def __contains__(self, num_reqs: int) -> bool:
         return num_reqs in self._graphs
@@ -77,7 +215,7 @@ class PassGraphs:
     @torch.inference_mode()
     def capture(self, num_reqs: int) -> None:
         """Records the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
-        self._pad(0, num_reqs, num_rows=0)
+        self._static.pad(0, num_reqs, num_rows=0)
         self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
             # Of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
@@ -95,7 +233,7 @@ class PassGraphs:
         bound = [group.block_table for group in self._groups]
         for group, table in zip(self._groups, self._tables, strict=True):
             group.block_table = table[:num_reqs]
-        drafts = self._run(*self._static(num_reqs))
+        drafts = self._run(*self._first(num_reqs))
         for group, bound_table in zip(self._groups, bound, strict=True):
             group.block_table = bound_table
         return drafts
@@ -117,19 +255,8 @@ class PassGraphs:
         Returns:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
-        num_reqs, num_rows = cad.num_reqs, cad.num_actual_tokens
-        rows = inputs.rows
-        self._rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
-        self._rows.positions[:num_rows].copy_(rows.positions[:num_rows])
-        self._rows.hidden_states[:num_rows].copy_(rows.hidden_states[:num_rows])
-        self._rows.last_rows[:num_reqs].copy_(rows.last_rows)
-        self._rows.query_start_loc[: num_reqs + 1].copy_(rows.query_start_loc)
-        self._next_token_ids[:num_reqs].copy_(inputs.next_token_ids)
-        if inputs.history_slots is not None:
-            self._history_slots[:num_reqs].copy_(inputs.history_slots)
-        self._seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
-        if size > num_reqs:
-            self._pad(num_reqs, size, num_rows)
+        num_reqs = cad.num_reqs
+        self._static.fill(inputs, cad, size)
         if not self._tables_stay:
             for group, table in zip(self._groups, self._tables, strict=True):
                 table[:num_reqs].copy_(group.table(num_reqs))
@@ -137,20 +264,10 @@ class PassGraphs:
         graph.replay()
         return drafts[:num_reqs].clone()
 
-    def _pad(self, first: int, end: int, num_rows: int) -> None:
-        """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
-
-        Each is a sequence of no rows that ends so far before it begins that drafts past its end are padding too.
-        """
-        self._history_slots[first:end].fill_(self._padding_slot)
-        self._seq_lens[first:end].zero_()
-        self._rows.query_start_loc[first + 1 : end + 1].fill_(num_rows)
-        self._rows.last_rows[first:end].fill_(num_rows - 1 - self.query_len)
-
-    def _static(self, num_reqs: int) -> tuple[PassInputs, CommonAttentionMetadata]:
+    def _first(self, num_reqs: int) -> tuple[PassInputs, CommonAttentionMetadata]:
         """The first `num_reqs` requests of the static inputs, and metadata of sequences of any length."""
         num_rows = num_reqs * self.query_len
-        rows = self._rows
+        static, rows = self._static, self._static.rows
         inputs = PassInputs(
             StepRows(
                 rows.token_ids[:num_rows],
@@ -159,13 +276,13 @@ class PassGraphs:
                 rows.last_rows[:num_reqs],
                 rows.query_start_loc[: num_reqs + 1],
             ),
-            self._next_token_ids[:num_reqs],
-            self._history_slots[:num_reqs],
+            static.next_token_ids[:num_reqs],
+            static.history_slots[:num_reqs],
         )
         cad = CommonAttentionMetadata(
             query_start_loc=self._query_start_loc[: num_reqs + 1],
             query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
-            seq_lens=self._seq_lens[:num_reqs],
+            seq_lens=static.seq_lens[:num_reqs],
             num_reqs=num_reqs,
             num_actual_tokens=num_rows,
             max_query_len=self.query_len,

@@ -157,7 +157,8 @@ class History:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Empties these slots, which have changed hands."""
-        self.valid[async_tensor_h2d(np.array(slots), device=self.valid.device)] = 0
+        # Not by assignment: on CUDA that copies its right side over, and waits for it behind all of the step.
+        self.valid.index_fill_(0, async_tensor_h2d(np.array(slots), device=self.valid.device), 0)
 
     def _take(self, requests: dict[str, CachedRequestState], req_ids: Iterable[str]) -> int:
         if not self._free:

@@ -1,13 +1,18 @@
 """The kernels against their PyTorch versions, on poisoned outputs and fresh random inputs."""
 
+import dataclasses
+
 import pytest
 import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
+from mtp.graphs import StaticInputs, fill_one_by_one
 from mtp.groups import DraftGroup
 from mtp.norms import fuse_gemma_norms
 from mtp.slots import write_group_by_group, write_slot_mappings
+from mtp.window import PassInputs, StepRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = 7_777_777
@@ -43,6 +48,52 @@ def test_slots_of_all_groups_are_those_of_the_reference(seed: int) -> None:
         assert torch.equal(group.slot_mapping, slots)
         assert (slots[num_tokens:padded] == PADDING_SLOT_ID).all()
         assert (slots[padded:] == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "size", "with_history"), [(1, 1, True), (3, 8, True), (70, 72, True), (128, 128, False), (5, 300, False)]
+)
+def test_the_inputs_of_a_recorded_pass_are_those_of_the_reference(num_reqs: int, size: int, with_history: bool) -> None:
+    torch.manual_seed(num_reqs)
+    starts = torch.cat([torch.zeros(1), torch.randint(1, 5, (num_reqs,)).cumsum(0)]).int().to(DEVICE)
+    num_rows = int(starts[-1])
+    numbers = lambda count, dtype: torch.randint(0, 10**6, (count,), dtype=dtype, device=DEVICE)  # noqa: E731
+    rows = StepRows(
+        numbers(num_rows + 3, torch.int32),
+        numbers(num_rows + 3, torch.int64),
+        torch.randn(num_rows + 3, 8, device=DEVICE),
+        numbers(num_reqs, torch.int64),
+        starts,
+    )
+    slots = numbers(num_reqs, torch.int32) if with_history else None
+    inputs = PassInputs(rows, numbers(num_reqs, torch.int64), slots)
+    cad = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.cpu(),
+        seq_lens=numbers(num_reqs, torch.int32),
+        num_reqs=num_reqs,
+        num_actual_tokens=num_rows,
+        max_query_len=4,
+        max_seq_len=10**6,
+        block_table_tensor=torch.zeros(num_reqs, 1, dtype=torch.int32, device=DEVICE),
+        slot_mapping=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
+    )
+    ours, reference = (StaticInputs.make(300, 4, 300, 8, torch.float32, DEVICE) for _ in range(2))
+    for static in (ours, reference):
+        for x in tensors_of(static):
+            x.fill_(POISON)
+        static.history_slots.fill_(300)
+        static.rows.query_start_loc[0] = 0
+    ours.fill(inputs, cad, size)
+    fill_one_by_one(reference, inputs, cad, size)
+    reference.rows.hidden_states[:num_rows] = rows.hidden_states[:num_rows]
+    for x, wanted in zip(tensors_of(ours), tensors_of(reference), strict=True):
+        assert torch.equal(x, wanted)
+
+
+def tensors_of(static: StaticInputs) -> list[torch.Tensor]:
+    rows = [getattr(static.rows, field.name) for field in dataclasses.fields(static.rows)]
+    return [*rows, static.next_token_ids, static.history_slots, static.seq_lens]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

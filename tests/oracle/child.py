@@ -9,8 +9,11 @@ import json
 import os
 import random
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.engine import TINY
 from tests.interpreter import use_v2_runner
@@ -41,14 +44,21 @@ def faults(seed: int, cases: list[tuple[str, str]], dtype: str = "float32") -> l
 
 
 def on_rank(
-    model: str, count: int, seed: int, setup: str, modules: int | None, faults: list[str]
+    model: str, count: int, seed: int, setup: str, modules: int | None, graphs: bool, faults: list[str]
 ) -> list[dict[str, Any]]:
     """One rank's records of a setup that has several, one for each fault that is planted there."""
     from tests.oracle.faults import FAULTS
 
     return [
         run_schedules(
-            Path(model), count, seed, modules=modules, setups=[_setup(setup)], plant=FAULTS[fault], progress=True
+            Path(model),
+            count,
+            seed,
+            modules=modules,
+            setups=[_setup(setup)],
+            plant=FAULTS[fault],
+            graphs=graphs,
+            progress=True,
         ).to_json()
         for fault in faults
     ]
@@ -77,6 +87,37 @@ def shared_block() -> dict[str, Any]:
         watcher = Watcher(engine.runner, DenseModel(MODEL), record, 3, random.Random(0))
         ScheduleRun(engine, setup, watcher, "shared block", 0, 36, plans).run()
     return record.to_json()
+
+
+def waits_for_the_device(setup: str, num_prompts: int) -> list[str]:
+    """Where drafting passes wait for the device, in chunks and decode steps, on CUDA.
+
+    The first pass of a shape may: kernels are compiled for it, and tables of pointers made.
+    """
+    from vllm import SamplingParams
+
+    texts, _ = read_texts(MODEL)
+    waits: list[str] = []
+    with Engine(MODEL, **_setup(setup).engine_arguments(graphs=True)) as engine:
+        propose = engine.drafter.propose
+
+        def watched_propose(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                drafts = propose(*args, **kwargs)
+            torch.cuda.set_sync_debug_mode("default")
+            waits.extend(f"{warning.filename}:{warning.lineno}: {warning.message}" for warning in caught)
+            return drafts
+
+        for propose_now in (propose, watched_propose):
+            engine.drafter.propose = propose_now
+            engine.llm.generate(
+                [{"prompt_token_ids": text[: 20 + 9 * i]} for i, text in enumerate(texts[:num_prompts])],
+                [SamplingParams(temperature=0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(num_prompts)],
+                use_tqdm=False,
+            )
+    return waits
 
 
 def greedy(num_prompts: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:

@@ -149,8 +149,8 @@ def padding_drafts_ahead(engine: Engine) -> AbstractContextManager[Any]:
     replay = Stand.replay
 
     def padding_replay(stand: Stand) -> None:
-        graphs = stand.graphs
-        graphs._rows.last_rows[graphs._seq_lens == 0] += graphs.query_len
+        static = stand.graphs._static
+        static.rows.last_rows[static.seq_lens == 0] += static.query_len
         replay(stand)
 
     return mock.patch.object(Stand, "replay", padding_replay)

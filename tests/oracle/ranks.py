@@ -28,11 +28,13 @@ def run_on_ranks(
     setup: Setup,
     *,
     modules: int | None = None,
+    graphs: bool = False,
     faults: Sequence[Sequence[str]] | None = None,
 ) -> list[list[dict[str, Any]]]:
     """Each rank's records, as JSON: one for each turn of the schedules.
 
     Args:
+        modules, graphs: as of `tests.oracle.driver.run_schedules`.
         faults: by rank, what to plant there in each turn (`tests.oracle.faults.FAULTS`); None: one turn, no fault.
 
     Raises:
@@ -45,7 +47,7 @@ def run_on_ranks(
         try:
             for rank, output in enumerate(outputs):
                 arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
-                arguments |= {"modules": modules, "faults": faults[rank] if faults else ["none"]}
+                arguments |= {"modules": modules, "graphs": graphs, "faults": faults[rank] if faults else ["none"]}
                 environment = child_environment(
                     RANK=str(rank),
                     LOCAL_RANK=str(rank),
