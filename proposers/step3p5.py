@@ -6,7 +6,7 @@ import torch
 from vllm.config import VllmConfig, replace
 from vllm.model_executor.models.utils import get_draft_quant_config
 
-from mtp.norms import fuse_gemma_norms
+from mtp.layers import fuse_layers
 from mtp.passes import DraftPasses
 from mtp.proposer import MultiGroupProposer
 from mtp.steps import DraftDescriptor
@@ -18,7 +18,7 @@ class Step3p5Passes(DraftPasses):
     descriptor: ClassVar = DraftDescriptor("Step3p5MTP", modules_key="num_nextn_predict_layers", own_heads=True)
 
     def prepare_model(self) -> None:
-        fuse_gemma_norms(self.model)
+        fuse_layers(self.model, self.vllm_config)
 
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """The host's Step3p5MTP has no such method, so the module's head is asked directly."""

@@ -10,7 +10,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.graphs import StaticInputs, fill_one_by_one
 from mtp.groups import DraftGroup
-from mtp.norms import fuse_gemma_norms
+from mtp.layers import fuse_gemma_norms
 from mtp.slots import write_group_by_group, write_slot_mappings
 from mtp.window import PassInputs, StepRows
 
@@ -51,7 +51,8 @@ def test_slots_of_all_groups_are_those_of_the_reference(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "size", "with_history"), [(1, 1, True), (3, 8, True), (70, 72, True), (128, 128, False), (5, 300, False)]
+    ("num_reqs", "size", "with_history"),
+    [(1, 1, True), (3, 8, True), (70, 72, True), (128, 128, False), (5, 300, False)],
 )
 def test_the_inputs_of_a_recorded_pass_are_those_of_the_reference(num_reqs: int, size: int, with_history: bool) -> None:
     torch.manual_seed(num_reqs)

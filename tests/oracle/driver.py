@@ -244,7 +244,9 @@ def run_schedules(
     record = Record(dtype=dtype)
     for setup, number in draw_setups(random.Random(seed), count, setups):
         if setup.ranks > 1 and "RANK" not in os.environ:
-            add_ranks(record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)])
+            add_ranks(
+                record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)]
+            )
             if progress:
                 _report(setup, number, number, record)
             continue

@@ -1,19 +1,57 @@
-"""Root mean square norms of a draft as one kernel each.
+"""Layers of a draft as one kernel each.
 
-A draft is not compiled, and without that the host's `GemmaRMSNorm` is a chain of seven launches behind a dispatcher. A
-pass of three modules has more than twenty of them, so on small batches they are a good part of its time.
+A draft is not compiled, but the host chooses a layer's implementation for a model that is: `GemmaRMSNorm` is a chain of
+seven launches behind a dispatcher, a rotary embedding one of sixteen. A pass of three modules has more than twenty of
+the former and three of the latter, so on small batches they are a good part of its time.
 """
 
+import copy
 import functools
 
 import torch
 import torch.nn.functional as F
 import vllm.envs as envs
 from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.triton_utils import tl, triton
 
 from mtp.kernels import has_kernels
+
+
+def fuse_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Gives norms, rotary embeddings and activations of a model that is not compiled their kernels.
+
+    Batch-invariant mode keeps what the host chose.
+    """
+    fuse_gemma_norms(model)
+    use_kernels_of_the_host(model, vllm_config)
+
+
+def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:
+    """Has rotary embeddings and activations run as the host's own kernels, as they would in an eager engine.
+
+    Returns:
+        how many there were.
+    """
+    if envs.VLLM_BATCH_INVARIANT:
+        return 0
+    found = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, RotaryEmbeddingBase | SiluAndMul)
+    ]
+    for parent, name, layer in found:
+        # The target has the same rotary embeddings, and is compiled with them: so of a copy, with the same tables.
+        own = copy.copy(layer)
+        own._enforce_enable = True
+        with set_current_vllm_config(vllm_config):
+            own._forward_method = own.dispatch_forward(compile_native=False)
+        setattr(parent, name, own)
+    return len(found)
 
 
 def fuse_gemma_norms(model: nn.Module) -> int:
