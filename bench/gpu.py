@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", default="1,8,32,64", help="batch sizes, separated by commas")
     parser.add_argument("--prompt-tokens", default="256,4096", help="prompt lengths, separated by commas")
     parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=3, help="repetitions after the warm-up")
+    parser.add_argument("--runs", type=int, default=10, help="repetitions after the warm-up, the batch sizes by turns")
     parser.add_argument(
         "--acceptance-rates", default="0.8,0.6,0.45", help="synthetic, by position, so that step times compare"
     )

@@ -210,27 +210,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     for length in spec["prompt_tokens"]:
         prompts = [[rng.randrange(spec["vocab_size"]) for _ in range(length)] for _ in range(max(spec["batches"]))]
         figures: dict[str, dict[str, Any]] = defaultdict(dict)
-        for batch in spec["batches"]:
-            report_progress(f"prompt {length}, batch {batch}")
-            run_batch(llm.llm_engine, prompts[:batch], spec["output_tokens"], f"warm-up-{length}-{batch}")
-            drafts, accepted = acceptance_counters(llm)
-            times.clear()
-            runs = [
-                run_batch(llm.llm_engine, prompts[:batch], spec["output_tokens"], f"{length}-{batch}-{repeat}")
-                for repeat in range(spec["runs"])
-            ]
-            spans = [span for run in runs for span in run["decode_spans"]]
-            figures["propose_host_ms"][str(batch)] = quartiles(
-                [ms for when, ms in times if any(start <= when < end for start, end in spans)]
-            )
-            drafts_now, accepted_now = acceptance_counters(llm)
-            if made := drafts_now - drafts:
-                figures["acceptance_length"][str(batch)] = round(1 + (sum(accepted_now) - sum(accepted)) / made, 4)
-            figures["step_ms"][str(batch)] = quartiles([ms for run in runs for ms in run["step_ms"]])
-            figures["ttft_ms"][str(batch)] = quartiles([ms for run in runs for ms in run["ttft_ms"]])
-            speeds = [sum(map(len, run["token_ids"])) / run["seconds"] for run in runs]
-            figures["output_tokens_per_s"][str(batch)] = quartiles(speeds, 1)
-            figures["decode_tokens_per_s"][str(batch)] = quartiles([run["decode_tokens_per_s"] for run in runs], 1)
+        runs = run_by_turns(llm, spec, prompts, times)
+        for batch, done in runs.items():
+            for name, value in summarise(done).items():
+                figures[name][str(batch)] = value
             if length == spec["prompt_tokens"][0]:
                 for name, value in profile_steps(llm.llm_engine, prompts[:batch], spec["output_tokens"]).items():
                     figures[name][str(batch)] = value
@@ -238,6 +221,46 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     result["weight_bytes"] = llm.collective_rpc(weight_bytes)[0]
     result["copy_bytes_per_s"] = copy_bandwidth()
     return result
+
+
+def run_by_turns(
+    llm: Any, spec: dict[str, Any], prompts: list[list[int]], times: list[tuple[float, float]]
+) -> dict[int, list[dict[str, Any]]]:
+    """What `run_batch` found in each run, by batch size, with drafts, accepted drafts and times of `propose`.
+
+    By turns: a host that others use is slow for seconds on end, which is as long as all runs of one batch size take.
+    """
+    length, output_tokens = len(prompts[0]), spec["output_tokens"]
+    for batch in spec["batches"]:
+        report_progress(f"prompt {length}, warming up batch {batch}")
+        run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"warm-up-{length}-{batch}")
+    runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for repeat in range(spec["runs"]):
+        for batch in spec["batches"]:
+            report_progress(f"prompt {length}, batch {batch}, run {repeat + 1} of {spec['runs']}")
+            drafts, accepted = acceptance_counters(llm)
+            times.clear()
+            run = run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"{length}-{batch}-{repeat}")
+            drafts_now, accepted_now = acceptance_counters(llm)
+            run |= {"drafts": drafts_now - drafts, "accepted": sum(accepted_now) - sum(accepted)}
+            spans = run["decode_spans"]
+            run["propose_ms"] = [ms for when, ms in times if any(start <= when < end for start, end in spans)]
+            runs[batch].append(run)
+    return runs
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one batch size over its runs."""
+    speeds = [sum(map(len, run["token_ids"])) / run["seconds"] for run in runs]
+    figures = {
+        name: quartiles([ms for run in runs for ms in run[kept]])
+        for name, kept in (("propose_host_ms", "propose_ms"), ("step_ms", "step_ms"), ("ttft_ms", "ttft_ms"))
+    }
+    figures["output_tokens_per_s"] = quartiles(speeds, 1)
+    figures["decode_tokens_per_s"] = quartiles([run["decode_tokens_per_s"] for run in runs], 1)
+    if drafts := sum(run["drafts"] for run in runs):
+        figures["acceptance_length"] = round(1 + sum(run["accepted"] for run in runs) / drafts, 4)
+    return figures
 
 
 def weight_bytes(worker: Any) -> dict[str, int]:

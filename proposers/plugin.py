@@ -165,17 +165,16 @@ def _route_to_v1(original: Any) -> Any:
     def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
         import vllm.envs as envs
 
-        features = original(self)
+        features: list[str] = original(self)
         architecture = known_architecture(self.speculative_config)
         if envs.VLLM_USE_V2_MODEL_RUNNER:
             return features
         if extracts(self.speculative_config):
             return [*features, "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"]
-        if architecture is None:
-            return features
-        there_too = architecture in SPECULATORS
-        drafts = "it drafts there too" if there_too else "where vLLM's own speculator drafts"
-        return [*features, f"drafting by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2: {drafts})"]
+        if architecture is not None and (reason := _why_not_on_v2(self, architecture)):
+            kept = "VLLM_USE_V2_MODEL_RUNNER=1 keeps V2 and its speculator"
+            return [*features, f"drafting by vllm-mtp-proposers here: {reason} ({kept})"]
+        return features
 
     return _get_v2_model_runner_unsupported_features
 
@@ -202,7 +201,7 @@ def _why_not_on_v2(vllm_config: Any, architecture: str) -> str | None:
     """Why this package doesn't draft on the V2 runner, where it doesn't."""
     parallel = vllm_config.parallel_config
     reasons = {
-        "models of one module are left to it there": architecture not in SPECULATORS,
+        "models of one module are left to vLLM's there": architecture not in SPECULATORS,
         "vllm-mtp-proposers has no data parallelism there": parallel.data_parallel_size > 1,
         "vllm-mtp-proposers has no context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
@@ -326,10 +325,10 @@ DRAFTING = (
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         parameters=("self",),
         replace=_route_to_v1,
-        why="on CUDA the V2 runner is the default; what this package does runs there when it is asked for by name, "
-        "until it has been seen and measured on a GPU.",
+        why="on CUDA the V2 runner is the default; what this package does on V1 alone, and extraction, which is the "
+        "faster there, goes to V1.",
         upstream="none yet",
-        until="drafting and extraction on V2 are measured on a GPU and are not the slower",
+        until="this package does all on V2",
     ),
     Patch(
         target="vllm.v1.worker.gpu.model_runner:init_speculator",

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,8 +115,33 @@ def v2_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered", "v2_unset")
-def test_a_known_architecture_is_a_reason_to_take_the_v1_runner() -> None:
-    assert len(reasons(make_config())) == 1
+def test_what_drafts_on_v2_leaves_the_choice_of_the_runner_to_vllm() -> None:
+    assert reasons(make_config()) == []
+
+
+@pytest.mark.usefixtures("registered", "v2_unset")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda config: _becomes_mimo(config), "models of one module"),
+        (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "no data parallelism"),
+        (lambda config: setattr(config.parallel_config, "decode_context_parallel_size", 2), "no context parallelism"),
+        (lambda config: setattr(config.speculative_config, "enable_adaptive_verification", True), "no adaptive"),
+    ],
+)
+def test_what_drafts_on_v1_alone_is_a_reason_to_take_that_runner(
+    change: Callable[[VllmConfig], None], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    change(config)
+    (reason,) = reasons(config)
+    assert why in reason
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert reasons(config) == []
+
+
+def _becomes_mimo(config: VllmConfig) -> None:
+    config.speculative_config.draft_model_config.hf_config.architectures = ["MiMoMTPModel"]
 
 
 @pytest.mark.usefixtures("registered")
