@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -50,7 +51,8 @@ class RowTransfer:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
-        slots = torch.cat([self._slots(block_ids, job.info.first_position, job.info.rows) for job, block_ids in batch])
+        parts = [self._slots(block_ids, job.info.first_position, job.info.rows) for job, block_ids in batch]
+        slots = torch.from_numpy(np.concatenate(parts))
         arrived: _Arrival = _Arrival(lambda: True, lambda: None)
         spans = _Spans([job for job, _ in batch])
         for start in range(0, len(slots), self._piece_rows):
@@ -63,11 +65,13 @@ class RowTransfer:
                 job.parts.put(Part(region, memory, arrived.wait))
         return arrived.query
 
-    def _slots(self, block_ids: Sequence[int], first: int, rows: int) -> torch.Tensor:
-        positions = torch.arange(first, first + rows)
+    def _slots(self, block_ids: Sequence[int], first: int, rows: int) -> np.ndarray:
+        """`[rows]` int64. In NumPy, since it is done for each request, and small operations take torch longer."""
         block_size = self._store.block_size
-        blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // block_size]
-        return blocks * block_size + positions % block_size
+        first_block, skipped = divmod(first, block_size)
+        blocks = np.array(block_ids[first_block : -(-(first + rows) // block_size)], dtype=np.int64)
+        slots = blocks[:, None] * block_size + np.arange(block_size)
+        return slots.ravel()[skipped : skipped + rows]
 
     def _copy(self, slots: torch.Tensor, memory: torch.Tensor) -> "_Arrival":
         host = memory.view(self._rows.dtype).view(len(slots), -1)
