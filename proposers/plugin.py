@@ -325,8 +325,8 @@ DRAFTING = (
         target="vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         parameters=("self",),
         replace=_route_to_v1,
-        why="on CUDA the V2 runner is the default; what this package does on V1 alone goes there, and extraction, until "
-        "V2 has been measured not to be the slower for it.",
+        why="on CUDA the V2 runner is the default; what this package does on V1 alone goes there, and extraction, "
+        "until V2 has been measured not to be the slower for it.",
         upstream="none yet",
         until="this package does all on V2",
     ),
