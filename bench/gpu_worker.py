@@ -210,13 +210,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     for length in spec["prompt_tokens"]:
         prompts = [[rng.randrange(spec["vocab_size"]) for _ in range(length)] for _ in range(max(spec["batches"]))]
         figures: dict[str, dict[str, Any]] = defaultdict(dict)
-        runs = run_by_turns(llm, spec, prompts, times)
-        for batch, done in runs.items():
-            for name, value in summarise(done).items():
-                figures[name][str(batch)] = value
+        for batch, done in run_by_turns(llm, spec, prompts, times).items():
+            found = summarise(done)
             if length == spec["prompt_tokens"][0]:
-                for name, value in profile_steps(llm.llm_engine, prompts[:batch], spec["output_tokens"]).items():
-                    figures[name][str(batch)] = value
+                found |= profile_steps(llm.llm_engine, prompts[:batch], spec["output_tokens"])
+            for name, value in found.items():
+                figures[name][str(batch)] = value
         result["prompts"][str(length)] = dict(figures)
     result["weight_bytes"] = llm.collective_rpc(weight_bytes)[0]
     result["copy_bytes_per_s"] = copy_bandwidth()
@@ -252,7 +251,7 @@ def run_by_turns(
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one batch size over its runs."""
     speeds = [sum(map(len, run["token_ids"])) / run["seconds"] for run in runs]
-    figures = {
+    figures: dict[str, Any] = {
         name: quartiles([ms for run in runs for ms in run[kept]])
         for name, kept in (("propose_host_ms", "propose_ms"), ("step_ms", "step_ms"), ("ttft_ms", "ttft_ms"))
     }

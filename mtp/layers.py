@@ -44,13 +44,13 @@ def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:
         for name, layer in parent.named_children()
         if isinstance(layer, RotaryEmbeddingBase | SiluAndMul)
     ]
-    for parent, name, layer in found:
-        # The target has the same rotary embeddings, and is compiled with them: so of a copy, with the same tables.
-        own = copy.copy(layer)
-        own._enforce_enable = True
-        with set_current_vllm_config(vllm_config):
+    with set_current_vllm_config(vllm_config):
+        for parent, name, layer in found:
+            # The target has the same rotary embeddings, and is compiled with them: so of a copy, with the same tables.
+            own = copy.copy(layer)
+            own._enforce_enable = True
             own._forward_method = own.dispatch_forward(compile_native=False)
-        setattr(parent, name, own)
+            setattr(parent, name, own)
     return len(found)
 
 

@@ -14,9 +14,9 @@ from tests.interpreter import interpret_triton
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     interpret_triton()
-collect_ignore = (
-    [] if torch.cuda.is_available() else ["gpu/test_graphs.py", "gpu/test_waits.py"] if INTERPRETED else ["gpu"]
-)
+collect_ignore = []
+if not torch.cuda.is_available():
+    collect_ignore = ["gpu/test_graphs.py", "gpu/test_waits.py"] if INTERPRETED else ["gpu"]
 
 # Also for tests in this process; whatever the developer's shell has set must not decide what is tested.
 os.environ.update(ENVIRONMENT | {"MTP_PROPOSERS": "on"})
