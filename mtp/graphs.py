@@ -66,12 +66,16 @@ class StaticInputs:
         seq_lens = zeros(max_num_reqs, dtype=torch.int32)
         return cls(rows, next_token_ids, history_slots, seq_lens, query_len, padding_slot)
 
-    def fill(self, inputs: PassInputs, cad: CommonAttentionMetadata, size: int) -> None:
-        """Takes over a batch, and pads it to `size` requests."""
-        num_rows = cad.num_actual_tokens
+    def fill(self, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
+        """Takes over a batch, and pads it to `size` requests.
+
+        Args:
+            num_rows: of the step; there may be more in `inputs`.
+            seq_lens: `[num_reqs]` int32, rejected rows of the step counted in.
+        """
         self.rows.hidden_states[:num_rows].copy_(inputs.rows.hidden_states[:num_rows])
         fill = _fill_in_one_launch if has_kernels(self.seq_lens) else fill_one_by_one
-        fill(self, inputs, cad, size)
+        fill(self, inputs, num_rows, seq_lens, size)
 
     def pad(self, first: int, end: int, num_rows: int) -> None:
         """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
@@ -84,10 +88,9 @@ class StaticInputs:
         self.rows.last_rows[first:end].fill_(num_rows - 1 - self.query_len)
 
 
-def fill_one_by_one(static: StaticInputs, inputs: PassInputs, cad: CommonAttentionMetadata, size: int) -> None:
+def fill_one_by_one(static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
     """`StaticInputs.fill` of all but the hidden states, in plain PyTorch."""
-    num_reqs, num_rows = cad.num_reqs, cad.num_actual_tokens
-    rows = inputs.rows
+    num_reqs, rows = seq_lens.shape[0], inputs.rows
     static.rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
     static.rows.positions[:num_rows].copy_(rows.positions[:num_rows])
     static.rows.last_rows[:num_reqs].copy_(rows.last_rows)
@@ -95,14 +98,16 @@ def fill_one_by_one(static: StaticInputs, inputs: PassInputs, cad: CommonAttenti
     static.next_token_ids[:num_reqs].copy_(inputs.next_token_ids)
     if inputs.history_slots is not None:
         static.history_slots[:num_reqs].copy_(inputs.history_slots)
-    static.seq_lens[:num_reqs].copy_(cad.seq_lens[:num_reqs])
+    static.seq_lens[:num_reqs].copy_(seq_lens)
     if size > num_reqs:
         static.pad(num_reqs, size, num_rows)
 
 
-def _fill_in_one_launch(static: StaticInputs, inputs: PassInputs, cad: CommonAttentionMetadata, size: int) -> None:
+def _fill_in_one_launch(
+    static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int
+) -> None:
     # In place of eight copies and, for a padded batch, four fills.
-    rows, num_rows = inputs.rows, cad.num_actual_tokens
+    rows = inputs.rows
     _fill[(triton.cdiv(max(num_rows, size), BLOCK_ROWS),)](
         rows.token_ids,
         rows.positions,
@@ -110,7 +115,7 @@ def _fill_in_one_launch(static: StaticInputs, inputs: PassInputs, cad: CommonAtt
         rows.query_start_loc,
         inputs.next_token_ids,
         static.history_slots if inputs.history_slots is None else inputs.history_slots,
-        cad.seq_lens,
+        seq_lens,
         static.rows.token_ids,
         static.rows.positions,
         static.rows.last_rows,
@@ -118,7 +123,7 @@ def _fill_in_one_launch(static: StaticInputs, inputs: PassInputs, cad: CommonAtt
         static.next_token_ids,
         static.history_slots,
         static.seq_lens,
-        cad.num_reqs,
+        seq_lens.shape[0],
         num_rows,
         size,
         static.query_len,
@@ -238,25 +243,26 @@ class PassGraphs:
             group.block_table = bound_table
         return drafts
 
-    def size_for(self, cad: CommonAttentionMetadata) -> int | None:
+    def size_for(self, num_reqs: int, max_query_len: int) -> int | None:
         """The number of requests of the graph that can run this batch; None where there is none."""
-        if cad.max_query_len > self.query_len:
+        if max_query_len > self.query_len:
             return None
-        index = bisect_left(self._sizes, cad.num_reqs)
+        index = bisect_left(self._sizes, num_reqs)
         return self._sizes[index] if index < len(self._sizes) else None
 
-    def replay(self, size: int, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
+    def replay(self, size: int, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
         """Runs a batch.
 
         Args:
             size: of `size_for`.
-            inputs, cad: as for an eager pass; no chunk may end before its prompt.
+            inputs: as for an eager pass; no chunk may end before its prompt.
+            num_rows, seq_lens: as for `StaticInputs.fill`.
 
         Returns:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
-        num_reqs = cad.num_reqs
-        self._static.fill(inputs, cad, size)
+        num_reqs = seq_lens.shape[0]
+        self._static.fill(inputs, num_rows, seq_lens, size)
         if not self._tables_stay:
             for group, table in zip(self._groups, self._tables, strict=True):
                 table[:num_reqs].copy_(group.table(num_reqs))

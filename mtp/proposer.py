@@ -219,8 +219,9 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
         inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
         graphs = self.graphs if sampling_metadata is None and prompt is None else None
-        if graphs is not None and (size := graphs.size_for(cad)):
-            return graphs.replay(size, inputs, cad)[:, :num_speculative_tokens]
+        if graphs is not None and (size := graphs.size_for(cad.num_reqs, cad.max_query_len)):
+            seq_lens = cad.seq_lens[: cad.num_reqs]
+            return graphs.replay(size, inputs, cad.num_actual_tokens, seq_lens)[:, :num_speculative_tokens]
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
         drafts = SampledDrafts(num_steps, sampling_metadata=sampling_metadata)

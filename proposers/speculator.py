@@ -156,13 +156,13 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
         inputs = self._read_step(
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens
         )
-        cad = self._read_metadata(input_batch)
+        max_query_len = int(input_batch.num_scheduled_tokens.max())
         graphs = self.graphs if inputs.prompt_token_ids is None else None
-        if graphs is not None and (size := graphs.size_for(cad)):
-            return graphs.replay(size, inputs, cad)
+        if graphs is not None and (size := graphs.size_for(num_reqs, max_query_len)):
+            return graphs.replay(size, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
         num_steps = self.plan.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         drafts = self._new_drafts(num_steps)
-        self._run_pass(inputs, cad, None, drafts)
+        self._run_pass(inputs, self._read_metadata(input_batch, max_query_len), None, drafts)
         found = torch.zeros_like(self.draft_tokens[:num_reqs])
         for step, token_ids in enumerate(drafts.token_ids):
             found[:, step] = token_ids
@@ -199,9 +199,10 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
             follow = next_prefill_tokens[: self.plan.chain_length, batch.idx_mapping].T
             prompt_token_ids = torch.where((num_sampled == 0)[:, None], follow, -1)
         history_slots = None if self.history is None else batch.idx_mapping
-        return PassInputs(rows, last_sampled[batch.idx_mapping, 0], history_slots, prompt_token_ids)
+        next_token_ids = last_sampled.squeeze(1).index_select(0, batch.idx_mapping)
+        return PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
 
-    def _read_metadata(self, batch: InputBatch) -> CommonAttentionMetadata:
+    def _read_metadata(self, batch: InputBatch, max_query_len: int) -> CommonAttentionMetadata:
         """Of the target's step, for the draft's first KV cache group."""
         num_reqs, group = batch.num_reqs, self._bound_groups().primary
         upper = batch.seq_lens_cpu_upper_bound[:num_reqs]
@@ -212,7 +213,7 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
             seq_lens_cpu_upper_bound=upper,
             num_reqs=num_reqs,
             num_actual_tokens=batch.num_tokens,
-            max_query_len=int(batch.num_scheduled_tokens.max()),
+            max_query_len=max_query_len,
             max_seq_len=min(int(upper.max()), self.max_model_len),
             block_table_tensor=group.table(num_reqs),
             slot_mapping=group.slot_mapping[: batch.num_tokens],

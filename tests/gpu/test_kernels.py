@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.graphs import StaticInputs, fill_one_by_one
@@ -68,25 +67,15 @@ def test_the_inputs_of_a_recorded_pass_are_those_of_the_reference(num_reqs: int,
     )
     slots = numbers(num_reqs, torch.int32) if with_history else None
     inputs = PassInputs(rows, numbers(num_reqs, torch.int64), slots)
-    cad = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts.cpu(),
-        seq_lens=numbers(num_reqs, torch.int32),
-        num_reqs=num_reqs,
-        num_actual_tokens=num_rows,
-        max_query_len=4,
-        max_seq_len=10**6,
-        block_table_tensor=torch.zeros(num_reqs, 1, dtype=torch.int32, device=DEVICE),
-        slot_mapping=torch.zeros(num_rows, dtype=torch.int64, device=DEVICE),
-    )
+    seq_lens = numbers(num_reqs, torch.int32)
     ours, reference = (StaticInputs.make(300, 4, 300, 8, torch.float32, DEVICE) for _ in range(2))
     for static in (ours, reference):
         for x in tensors_of(static):
             x.fill_(POISON)
         static.history_slots.fill_(300)
         static.rows.query_start_loc[0] = 0
-    ours.fill(inputs, cad, size)
-    fill_one_by_one(reference, inputs, cad, size)
+    ours.fill(inputs, num_rows, seq_lens, size)
+    fill_one_by_one(reference, inputs, num_rows, seq_lens, size)
     reference.rows.hidden_states[:num_rows] = rows.hidden_states[:num_rows]
     for x, wanted in zip(tensors_of(ours), tensors_of(reference), strict=True):
         assert torch.equal(x, wanted)
