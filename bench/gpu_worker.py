@@ -19,12 +19,12 @@ from bench.worker import (
     run_worker,
 )
 
-# `MTP_PROPOSERS`, and the runner that is asked for; the package chooses its own.
+# `MTP_PROPOSERS`, and the runner that is asked for.
 MODES = {
-    "none": ("off", None),
+    "none": ("off", None),  # vLLM's choice
     "upstream-v1": ("upstream", "0"),
     "upstream-v2": ("upstream", "1"),
-    "ours": ("on", None),
+    "ours": ("on", "0"),
     "ours-v2": ("on", "1"),
 }
 PROFILED_STEPS = 20

@@ -33,12 +33,11 @@ def run(args: argparse.Namespace) -> int:
 
     # The oracle lives with the tests, which are not installed.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.interpreter import use_v2_runner
+    from tests.interpreter import choose_runner
     from tests.oracle.driver import run_schedules
     from tests.oracle.schedules import SETUPS
 
-    if args.runner == "v2":
-        use_v2_runner()
+    choose_runner(args.runner)
     gpus = torch.cuda.device_count()
     fitting = [
         setup

@@ -347,6 +347,10 @@ class DraftPasses(ABC):
             self.tables_stay,
         )
 
+    def drop_graphs(self) -> None:
+        """To be called before the communicators that recorded passes use are destroyed: NCCL waits for their graphs."""
+        self.graphs = None
+
     def _run_recorded(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
         drafts = self._new_drafts(self.plan.num_speculative_tokens, recorded=True)
         self._run_pass(inputs, cad, None, drafts)

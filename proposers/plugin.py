@@ -247,6 +247,19 @@ def _key_blocks_by_what_follows(original: Any) -> Any:
     return __init__
 
 
+def _drop_graphs_first(original: Any) -> Any:
+    def shutdown(self: Any) -> None:
+        from mtp.passes import DraftPasses
+
+        runner = getattr(self, "model_runner", None)
+        for drafter in (getattr(runner, "drafter", None), getattr(runner, "speculator", None)):
+            if isinstance(drafter, DraftPasses):
+                drafter.drop_graphs()
+        original(self)
+
+    return shutdown
+
+
 def _expand_on_cpu(original: Any) -> Any:
     def expand_batch_to_tokens(
         x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
@@ -302,6 +315,15 @@ DRAFTING = (
         "(mtp/prefix.py).",
         upstream="none yet",
         until="vLLM keys a drafter's blocks by what their rows depend on",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.shutdown",
+        parameters=("self",),
+        replace=_drop_graphs_first,
+        why="a recorded pass of tensor-parallel ranks gathers logits by NCCL, which is not destroyed before the graph "
+        "is: the process would not end. V1 leaves its drafter alone at shutdown, V2 only lets go of it.",
+        upstream="none yet",
+        until="both runners tell their drafters to shut down",
     ),
     Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",

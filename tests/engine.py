@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.interpreter import use_v2_runner
+from tests.interpreter import choose_runner
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "assets" / "tiny-step3p5")
@@ -151,7 +151,7 @@ class _Nursery:
     def __init__(self, v2: bool) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine"],
-            env=child_environment(**({"VLLM_USE_V2_MODEL_RUNNER": "1"} if v2 else {})),
+            env=child_environment(VLLM_USE_V2_MODEL_RUNNER=str(int(v2))),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -181,7 +181,7 @@ def _nursery(v2: bool) -> _Nursery:
 def _serve() -> None:
     """Reads jobs from standard input, one a line, and answers each with the exit status of its process."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        use_v2_runner()
+        choose_runner("v2")
     import vllm
 
     assert vllm.LLM is not None  # its attributes are imported on first use

@@ -57,10 +57,10 @@ def _with_boolean_mask(access: Any, where: int) -> Any:
     return access_with_boolean_mask
 
 
-def use_v2_runner() -> None:
-    """Engines of this process run on vLLM's V2 model runner; to be called before vLLM is first imported."""
+def choose_runner(name: str) -> None:
+    """Engines of this process run on vLLM's model runner `v1` or `v2`; to be called before vLLM is first imported."""
     import torch
 
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    if not torch.cuda.is_available():
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(name == "v2"))
+    if name == "v2" and not torch.cuda.is_available():
         interpret_triton()

@@ -1,14 +1,15 @@
 """Recorded passes in a real engine: every replay against the eager pass on the same inputs, bit for bit."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from bench.corpus import held_out_prompts
 from mtp.window import PassInputs
 from tests.engine import TINY
+from tests.oracle.runners import view_of
 
 
 class Eager:
@@ -28,16 +29,17 @@ class Checked:
     a step without graphs would make it. There a batch is not padded, so matrix products may add in another order.
     """
 
-    def __init__(self, drafter: Any) -> None:
-        self.drafter, self.graphs = drafter, drafter.graphs
+    def __init__(self, runner: Any) -> None:
+        view = view_of(runner)
+        self.drafter, self.graphs, self.layer_names = view.drafter, view.drafter.graphs, sorted(view.layer_names)
         self.replays: dict[tuple[int, int], int] = {}
         self.drafts_that_differ = 0
-        self._replay = drafter.graphs.replay
-        drafter.graphs.replay = self
+        self._replay = self.graphs.replay
+        self.graphs.replay = self
 
     def caches(self) -> list[torch.Tensor]:
         context = self.drafter.vllm_config.compilation_config.static_forward_context
-        return [context[name].kv_cache for name in sorted(self.drafter._draft_attn_layer_names)]
+        return [context[name].kv_cache for name in self.layer_names]
 
     def state(self) -> list[torch.Tensor]:
         """What a pass leaves behind: the history, less the slot that padding writes to, and the KV caches."""
@@ -45,14 +47,15 @@ class Checked:
         kept = [history.token_ids, history.positions, history.hidden_states, history.ends, history.valid]
         return [*(x[: history.padding_slot] for x in kept), *self.caches()]
 
-    def poison_tables(self, cad: Any) -> None:
+    def poison_tables(self, seq_lens: torch.Tensor) -> None:
         """What lies past the blocks of a request must not matter: following such an entry leaves memory."""
-        reach = cad.seq_lens + self.drafter.plan.num_speculative_tokens + 1
+        reach = seq_lens + self.drafter.plan.num_speculative_tokens + 1
         for group in self.drafter.groups.all:
-            table = group.table(cad.num_reqs).clone()
+            table = group.table(len(seq_lens))
+            if not self.drafter.tables_stay:
+                group.block_table = table = table.clone()
             columns = torch.arange(table.shape[1], device=table.device)
             table[columns[None] * group.block_size >= reach[:, None]] = 2**30
-            group.block_table = table
 
     def undone(self, run: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The drafts of a pass and what it left behind, put back to what was there before."""
@@ -64,9 +67,23 @@ class Checked:
             x.copy_(old)
         return drafts, left
 
-    def eager(self, inputs: PassInputs, cad: Any) -> torch.Tensor:
+    def eager(self, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
+        num_reqs, starts = len(seq_lens), inputs.rows.query_start_loc
+        group = self.drafter.groups.primary
+        cad = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.cpu(),
+            seq_lens=seq_lens,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_rows,
+            max_query_len=int(starts.diff().max()),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=group.table(num_reqs),
+            slot_mapping=group.slot_mapping[:num_rows],
+            seq_lens_cpu_upper_bound=seq_lens.cpu(),
+        )
         drafts = self.drafter._new_drafts(self.drafter.plan.num_speculative_tokens)
-        self.drafter._run_pass(inputs, copy.copy(cad), None, drafts)
+        self.drafter._run_pass(inputs, cad, None, drafts)
         return torch.stack(drafts.token_ids, dim=1)
 
     def padded(self, size: int, *arguments: Any) -> torch.Tensor:
@@ -76,31 +93,36 @@ class Checked:
         self.graphs._graphs[size] = graph, drafts
         return result
 
-    def __call__(self, size: int, inputs: PassInputs, cad: Any) -> torch.Tensor:
-        arguments = (inputs, cad)
-        self.poison_tables(cad)
-        plain, plain_left = self.undone(lambda: self.eager(inputs, cad))
+    def __call__(self, size: int, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
+        arguments = (inputs, num_rows, seq_lens)
+        num_reqs = len(seq_lens)
+        self.poison_tables(seq_lens)
+        plain, plain_left = self.undone(lambda: self.eager(*arguments))
         padded, padded_left = self.undone(lambda: self.padded(size, *arguments))
         replayed = self._replay(size, *arguments)
         assert torch.equal(replayed, padded)
         for x, wanted in zip(self.state(), padded_left, strict=True):
             assert torch.equal(x, wanted)
-        if size == cad.num_reqs:
+        if size == num_reqs:
             assert torch.equal(replayed, plain)
         for x, wanted in zip(self.state(), plain_left, strict=True):
             rounding = 64 * torch.finfo(x.dtype).eps if x.is_floating_point() else 0
             torch.testing.assert_close(x, wanted, rtol=rounding, atol=rounding)
         self.drafts_that_differ += int((replayed != plain).sum())
-        key = (cad.num_reqs, size)
+        key = (num_reqs, size)
         self.replays[key] = self.replays.get(key, 0) + 1
         return replayed
 
 
-@pytest.mark.parametrize(("k", "dtype"), [(3, "float32"), (6, "bfloat16")])
-def test_a_replay_is_the_eager_pass(k: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("runner", "k", "dtype"), [("v1", 3, "float32"), ("v1", 6, "bfloat16"), ("v2", 3, "float32"), ("v2", 6, "bfloat16")]
+)
+def test_a_replay_is_the_eager_pass(runner: str, k: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     llm = LLM(
         TINY,
         dtype=dtype,
@@ -113,9 +135,8 @@ def test_a_replay_is_the_eager_pass(k: int, dtype: str) -> None:
         speculative_config={"method": "mtp", "num_speculative_tokens": k, "attention_backend": "TRITON_ATTN"},
         compilation_config={"cudagraph_capture_sizes": [(k + 1) * n for n in (1, 2, 4, 8, 12)]},
     )
-    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    assert drafter.graphs is not None
-    checked = Checked(drafter)
+    checked = Checked(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
+    assert checked.graphs is not None
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TINY), 12, 150)
     for batch in (1, 3, 5, 12):
         params = [SamplingParams(temperature=0.0, max_tokens=20 + 7 * i, ignore_eos=True) for i in range(batch)]
@@ -126,3 +147,4 @@ def test_a_replay_is_the_eager_pass(k: int, dtype: str) -> None:
     assert sum(checked.replays.values()) > 50
     assert checked.drafts_that_differ <= (0 if dtype == "float32" else 5)
     print(checked.replays, checked.drafts_that_differ)
+    llm.llm_engine.engine_core.shutdown()

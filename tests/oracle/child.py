@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.engine import TINY
-from tests.interpreter import use_v2_runner
+from tests.interpreter import choose_runner
 from tests.oracle.dense import DenseModel
 from tests.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
 from tests.oracle.ranks import run_on_ranks
@@ -120,6 +120,18 @@ def waits_for_the_device(setup: str, num_prompts: int) -> list[str]:
     return waits
 
 
+def graphs_after_shutdown(setup: str) -> bool:
+    """Whether a drafter that somebody still holds has its graphs when the engine is gone."""
+    from vllm import SamplingParams
+
+    with Engine(MODEL, **_setup(setup).engine_arguments()) as engine:
+        drafter = engine.drafter
+        prompt = {"prompt_token_ids": read_texts(MODEL)[0][0][:20]}
+        engine.llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+        drafter.graphs = drafter.make_graphs()
+    return drafter.graphs is not None
+
+
 def greedy(num_prompts: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:
     """Greedy outputs with one draft a step, and how many drafts were accepted."""
     from vllm import SamplingParams
@@ -148,5 +160,5 @@ def _setup(name: str) -> Setup:
 
 if __name__ == "__main__":
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        use_v2_runner()
+        choose_runner("v2")
     print("\n" + json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -16,8 +16,8 @@ def run_child(function: str, mode: str = "on", runner: str = "v1", **arguments: 
 @functools.cache
 def _run_once(function: str, mode: str, runner: str, arguments: str) -> Any:
     command = [sys.executable, "-m", "tests.oracle.child", function, arguments]
-    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if runner == "v2" else {}
-    child = run_command(command, MTP_PROPOSERS=mode, **chosen)
+    chosen = str(int(runner == "v2"))  # else CUDA has V2 by default
+    child = run_command(command, MTP_PROPOSERS=mode, VLLM_USE_V2_MODEL_RUNNER=chosen)
     assert child.returncode == 0, child.stderr[-6000:]
     return json.loads(child.stdout.splitlines()[-1])
 

@@ -55,3 +55,8 @@ def test_it_sees_what_vllms_own_speculator_leaves_stale_where_the_number_of_draf
     record = run_child("schedules", "upstream", "v2", count=2, seed=1, setups=setups)
     assert record["mismatched_by_module"].keys() >= {"1", "2"}
     assert "a draft that has since been replaced" in record["first_mismatch"]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_graphs_go_before_the_processes_that_they_communicate_between(runner: str) -> None:
+    assert run_child("graphs_after_shutdown", runner=runner, setup="chunks") is False
