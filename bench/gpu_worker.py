@@ -29,10 +29,10 @@ MODES = {
 }
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches
+    "norm": ("norm",),  # before the products: "gemma" has "gemm" in it
     "attention": ("flash", "attention", "fmha"),
     "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma"),
     "experts": ("moe", "topk"),
-    "norm": ("norm",),
     "slots and window": ("slot", "window"),
     "KV write": ("reshape_and_cache",),
     "argmax": ("reduce", "argmax"),

@@ -58,7 +58,7 @@ class StaticInputs:
             token_ids=zeros(num_rows, dtype=torch.int32),
             positions=zeros(num_rows, dtype=torch.int64),
             hidden_states=zeros(num_rows, hidden_size, dtype=dtype),
-            last_rows=zeros(max_num_reqs, dtype=torch.int32),
+            num_rejected=zeros(max_num_reqs, dtype=torch.int32),
             query_start_loc=zeros(max_num_reqs + 1, dtype=torch.int32),
         )
         next_token_ids = zeros(max_num_reqs, dtype=torch.int32)
@@ -80,12 +80,13 @@ class StaticInputs:
     def pad(self, first: int, end: int, num_rows: int) -> None:
         """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
 
-        Each is a sequence of no rows that ends so far before it begins that drafts past its end are padding too.
+        Each is a sequence of no rows, of which more are rejected than drafts are made: those past its end are padding
+        too.
         """
         self.history_slots[first:end].fill_(self.padding_slot)
         self.seq_lens[first:end].zero_()
         self.rows.query_start_loc[first + 1 : end + 1].fill_(num_rows)
-        self.rows.last_rows[first:end].fill_(num_rows - 1 - self.query_len)
+        self.rows.num_rejected[first:end].fill_(self.query_len)
 
 
 def fill_one_by_one(static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
@@ -93,7 +94,7 @@ def fill_one_by_one(static: StaticInputs, inputs: PassInputs, num_rows: int, seq
     num_reqs, rows = seq_lens.shape[0], inputs.rows
     static.rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
     static.rows.positions[:num_rows].copy_(rows.positions[:num_rows])
-    static.rows.last_rows[:num_reqs].copy_(rows.last_rows)
+    static.rows.num_rejected[:num_reqs].copy_(rows.num_rejected)
     static.rows.query_start_loc[: num_reqs + 1].copy_(rows.query_start_loc)
     static.next_token_ids[:num_reqs].copy_(inputs.next_token_ids)
     if inputs.history_slots is not None:
@@ -111,14 +112,14 @@ def _fill_in_one_launch(
     _fill[(triton.cdiv(max(num_rows, size), BLOCK_ROWS),)](
         rows.token_ids,
         rows.positions,
-        rows.last_rows,
+        rows.num_rejected,
         rows.query_start_loc,
         inputs.next_token_ids,
         static.history_slots if inputs.history_slots is None else inputs.history_slots,
         seq_lens,
         static.rows.token_ids,
         static.rows.positions,
-        static.rows.last_rows,
+        static.rows.num_rejected,
         static.rows.query_start_loc,
         static.next_token_ids,
         static.history_slots,
@@ -136,14 +137,14 @@ def _fill_in_one_launch(
 def _fill(
     token_ids_ptr,
     positions_ptr,
-    last_rows_ptr,
+    num_rejected_ptr,
     query_start_loc_ptr,
     next_token_ids_ptr,
     history_slots_ptr,
     seq_lens_ptr,
     out_token_ids_ptr,
     out_positions_ptr,
-    out_last_rows_ptr,
+    out_num_rejected_ptr,
     out_query_start_loc_ptr,
     out_next_token_ids_ptr,
     out_history_slots_ptr,
@@ -162,8 +163,8 @@ def _fill(
     tl.store(out_positions_ptr + i, tl.load(positions_ptr + i, mask=is_row), mask=is_row)
     is_req = i < num_reqs
     written = i < size
-    last_rows = tl.load(last_rows_ptr + i, mask=is_req, other=num_rows - 1 - QUERY_LEN)
-    tl.store(out_last_rows_ptr + i, last_rows, mask=written)
+    num_rejected = tl.load(num_rejected_ptr + i, mask=is_req, other=QUERY_LEN)
+    tl.store(out_num_rejected_ptr + i, num_rejected, mask=written)
     ends = tl.load(query_start_loc_ptr + 1 + i, mask=is_req, other=num_rows)
     tl.store(out_query_start_loc_ptr + 1 + i, ends, mask=written)
     tl.store(out_next_token_ids_ptr + i, tl.load(next_token_ids_ptr + i, mask=is_req), mask=is_req)
@@ -279,7 +280,7 @@ class PassGraphs:
                 rows.token_ids[:num_rows],
                 rows.positions[:num_rows],
                 rows.hidden_states[:num_rows],
-                rows.last_rows[:num_reqs],
+                rows.num_rejected[:num_reqs],
                 rows.query_start_loc[: num_reqs + 1],
             ),
             static.next_token_ids[:num_reqs],

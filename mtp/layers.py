@@ -20,6 +20,10 @@ from vllm.triton_utils import tl, triton
 
 from mtp.kernels import has_kernels
 
+# A head's norm is a warp's work, and there are thousands of heads in a batch; a row's takes several.
+ELEMENTS_PER_WARP = 512
+MAX_WARPS = 8
+
 
 def fuse_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Gives norms, rotary embeddings and activations of a model that is not compiled their kernels.
@@ -94,8 +98,17 @@ def _in_one_launch(norm: GemmaRMSNorm, x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1]
     if x.numel():
         block = triton.next_power_of_2(size)
+        head_stride = x.stride(1) if x.dim() == 3 else 0
         _gemma_rms_norm[x.shape[0], heads](
-            x, norm.weight, out, x.stride(0), x.stride(1) if x.dim() == 3 else 0, size, norm.variance_epsilon, block
+            x,
+            norm.weight,
+            out,
+            x.stride(0),
+            head_stride,
+            size,
+            norm.variance_epsilon,
+            block,
+            num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
         )
     return out
 

@@ -79,6 +79,7 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         self.init_passes(vllm_config, self.max_batch_size)
         self._batch: DraftBatch | None = None
         self._may_record = False
+        self._none_rejected = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
         if self.plan.chain_length > 1:
             self._add_history(self.plan.chain_length - 1)
@@ -193,9 +194,9 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
             target_token_ids, target_positions, target_hidden_states: the target's rows, `[num_tokens]`,
                 `[num_tokens]` (`[3, num_tokens]` under M-RoPE) and `[num_tokens, hidden_size]`.
             next_token_ids: `[batch_size]` int32, the token after each request's last valid row.
-            token_indices_to_sample: `[batch_size]`, the last valid row of each request; None: its last row.
+            token_indices_to_sample: the last valid row of each request, which follows from the rejected ones: not read.
             common_attn_metadata: of the target's step, for the primary group; not changed.
-            num_rejected_tokens_gpu: `[batch_size]`, how many of each request's last rows were rejected.
+            num_rejected_tokens_gpu: `[batch_size]`, how many of each request's last rows were rejected; None: none.
 
         Returns:
             `[batch_size, num_speculative_tokens]` int64 token ids.
@@ -206,10 +207,12 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
         self._last_draft_probs: torch.Tensor | None = None
         cad = common_attn_metadata
-        last_rows = cad.query_start_loc[1:] - 1 if token_indices_to_sample is None else token_indices_to_sample
+        num_rejected = num_rejected_tokens_gpu
+        if num_rejected is None:
+            num_rejected = self._none_rejected[: cad.num_reqs]
         if target_positions.dim() > 1 and not self.uses_mrope:
             target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
-        rows = StepRows(target_token_ids, target_positions, target_hidden_states, last_rows, cad.query_start_loc)
+        rows = StepRows(target_token_ids, target_positions, target_hidden_states, num_rejected, cad.query_start_loc)
         batch, self._batch = self._batch, None
         history_slots = None if self.history is None else self._assign_history(batch)
         if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:

@@ -37,14 +37,14 @@ class StepRows:
         token_ids: `[num_tokens]` integer.
         positions: `[num_tokens]` int64 rotary positions, `[3, num_tokens]` under M-RoPE.
         hidden_states: `[num_tokens, hidden_size]`.
-        last_rows: `[num_reqs]` integer, the last valid row of each request.
+        num_rejected: `[num_reqs]` integer, how many of each request's last rows are not valid.
         query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin, and their number.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     hidden_states: torch.Tensor
-    last_rows: torch.Tensor
+    num_rejected: torch.Tensor
     query_start_loc: torch.Tensor
 
 
@@ -284,8 +284,8 @@ def lay_out_rows(
     window_bounds = step_bounds if query_start_loc is rows.query_start_loc else query_start_loc.long()
     step_starts, window_starts = step_bounds[:-1], window_bounds[:-1]
     window_lens = window_bounds.diff()
-    first_positions = seq_lens - step_bounds.diff()  # where the target's rows begin
-    last_positions = first_positions + rows.last_rows - step_starts
+    first_positions = seq_lens.long() - step_bounds.diff()  # where the target's rows begin
+    last_positions = seq_lens.long() - 1 - rows.num_rejected
     # Where the window begins. A single module has no stale rows, and keeps the step's.
     starts = first_positions if history is None else (last_positions - window_lens + 1).clamp(min=0)
 

@@ -50,7 +50,7 @@ def lay_out_rows(
         rows.query_start_loc,
         query_start_loc,
         seq_lens,
-        rows.last_rows,
+        rows.num_rejected,
         rows.token_ids,
         rows.positions,
         slots,
@@ -115,7 +115,7 @@ def _lay_out_rows(
     step_start_loc_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
-    step_last_rows_ptr,
+    num_rejected_ptr,
     step_token_ids_ptr,
     step_positions_ptr,
     slots_ptr,
@@ -139,8 +139,9 @@ def _lay_out_rows(
     step_end = tl.load(step_start_loc_ptr + req + 1).to(tl.int64)
     window_start = tl.load(query_start_loc_ptr + req).to(tl.int64)
     length = tl.load(query_start_loc_ptr + req + 1).to(tl.int64) - window_start
-    first = tl.load(seq_lens_ptr + req).to(tl.int64) - (step_end - step_start)
-    last = first + tl.load(step_last_rows_ptr + req).to(tl.int64) - step_start
+    seq_len = tl.load(seq_lens_ptr + req).to(tl.int64)
+    first = seq_len - (step_end - step_start)
+    last = seq_len - 1 - tl.load(num_rejected_ptr + req).to(tl.int64)
     start = tl.maximum(last - length + 1, 0)
     slot = tl.load(slots_ptr + req)
     end = tl.load(ends_ptr + slot)

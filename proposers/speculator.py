@@ -191,7 +191,7 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
             batch.input_ids[: batch.num_tokens],
             batch.positions[: batch.num_tokens],
             hidden_states[: batch.num_tokens],
-            starts[1:] - 1 - num_rejected,
+            num_rejected,
             starts,
         )
         prompt_token_ids = None

@@ -60,7 +60,7 @@ def test_a_step_is_read_with_its_rejections_and_the_tokens_after_its_chunks(spec
     inputs = speculator._read_step(
         batch, torch.zeros(14, 8), torch.tensor([2, 0]), torch.tensor([2, 0]), last_sampled, follow
     )
-    assert inputs.rows.last_rows.tolist() == [1, 13]
+    assert inputs.rows.num_rejected.tolist() == [2, 0]
     assert inputs.rows.query_start_loc.tolist() == [0, 4, 14]
     assert inputs.rows.token_ids.tolist() == list(range(1000, 1014))
     assert inputs.next_token_ids[0] == 55

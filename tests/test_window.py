@@ -41,7 +41,7 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
 
     Rejected rows hold other tokens and other hidden states than the request ends up with.
     """
-    tokens, positions, hidden, lens, seq_lens, last_rows, upper = [], [], [], [], [], [], []
+    tokens, positions, hidden, lens, seq_lens, upper = [], [], [], [], [], []
     for story, chunk in zip(stories, prefill, strict=True):
         length = chunk or 1 + rng.randrange(4)
         story.rejected = 0 if chunk else rng.randrange(length)
@@ -52,7 +52,6 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
             positions.append(position)
         lens.append(length)
         seq_lens.append(story.computed + length)
-        last_rows.append(len(tokens) - 1 - story.rejected)
         # Under asynchronous scheduling the host's bound counts in what the step before may have had rejected.
         upper.append(seq_lens[-1] + (0 if chunk else rng.randrange(4)))
     query_start_loc = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
@@ -72,7 +71,7 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor(positions),
         torch.tensor(hidden, dtype=torch.float32),
-        torch.tensor(last_rows, dtype=torch.int32),
+        torch.tensor([story.rejected for story in stories], dtype=torch.int32),
         query_start_loc,
     )
     return rows, cad
@@ -156,7 +155,7 @@ def test_one_module_has_no_history_and_its_window_is_the_step_itself() -> None:
     window = build_window(rows, cad, None, None)
     assert window.token_ids.tolist() == rows.token_ids.tolist()
     assert window.cad.query_start_loc.tolist() == cad.query_start_loc.tolist()
-    assert window.last_rows.tolist() == rows.last_rows.tolist()
+    assert window.last_rows.tolist() == (cad.query_start_loc[1:] - 1 - rows.num_rejected).tolist()
     check_window(window, stories, cad.query_start_loc.diff().tolist(), 0)
 
 

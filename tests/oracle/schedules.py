@@ -117,6 +117,15 @@ SETUPS = (
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
     Setup("replayed, one module", replayed=True, checkpoint="mimo", v2=False),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
+    Setup(
+        "two ranks, local argmax",
+        ranks=2,
+        max_model_len=160,
+        max_num_seqs=4,
+        max_batched_tokens=48,
+        weight=1,
+        speculative={"use_local_argmax_reduction": True},
+    ),
 )
 
 # Of the text that the tiny model writes, lower case goes on for a few tokens before anything else comes.

@@ -53,6 +53,15 @@ def test_every_rank_holds_its_own_heads_of_every_row() -> None:
         assert records[0]["events"] == two_ranks()[0][0]["events"]
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_ranks_agree_on_the_token_of_each_steps_own_head_without_its_logits(runner: str) -> None:
+    records: Any = run_child(
+        "ranked_faults", runner=runner, seed=9, setup="two ranks, local argmax", faults=[["none"]] * 2
+    )
+    for (record,) in records:
+        assert_clean(record)
+
+
 def two_ranks() -> list[list[dict[str, Any]]]:
     """Of each of two ranks, the record of a schedule without a fault, and of one with a fault on the second rank."""
     faults = [["none", "none"], ["none", "no_slots_for_module_1"]]
