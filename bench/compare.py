@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.corpus import held_out_prompts
-from bench.environment import describe_environment
+from bench.environment import describe_environment, write_record
 from bench.reference import reference_acceptance
 from bench.spread import quartiles
 from bench.worker import PROGRESS, PROPOSERS_MODE
@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_outputs(result: dict[str, Any], args: argparse.Namespace) -> None:
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(result, args.json)
     if args.plot:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(result, args.plot)

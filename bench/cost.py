@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import run_mode
-from bench.environment import describe_environment
+from bench.environment import describe_environment, write_record
 
 SCHEMA = "vllm-mtp-proposers/cost/1"
 
@@ -51,11 +51,9 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit("--plot needs matplotlib: pip install '.[bench]', or leave the plot out.")
     result = measure(args)
     print(format_tables(result))
-    for path in filter(None, (args.json, args.plot)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(result, args.json)
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(result["points"], args.plot)
     return 0
 

@@ -1,6 +1,7 @@
-"""What a figure was measured on."""
+"""What a figure was measured on, and the file that it is kept in."""
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -27,6 +28,13 @@ def describe_environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", "bench", *sys.argv[1:]]),
     }
+
+
+def write_record(result: dict[str, Any], path: Path | None) -> None:
+    """What a command's `--json` asks for; None: nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _installed(distribution: str) -> str | None:

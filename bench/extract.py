@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.compare import parse_modes, run_mode, table
 from bench.corpus import held_out_prompts
-from bench.environment import describe_environment
+from bench.environment import describe_environment, write_record
 from bench.reference import ROOT
 from bench.spread import quartiles
 from bench.worker import PROPOSERS_MODE
@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     result = measure(args)
     print(format_table(result))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(result, args.json)
     ours = result["modes"].get("ours", {})
     return 1 if ours.get("rows_wrong") or ours.get("files_missing") else 0
 

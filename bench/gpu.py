@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import parse_modes, run_mode
-from bench.environment import describe_environment
+from bench.environment import describe_environment, write_record
 from bench.gpu_worker import MODES
 
 SCHEMA = "vllm-mtp-proposers/gpu/1"
@@ -108,9 +108,7 @@ def run(args: argparse.Namespace) -> int:
                 continue
             raw = run_mode({**settings, "model": folder, "mode": mode}, "bench.gpu_worker")
             result["modes"][mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_record(result, args.json)
     print(format_table(result))
     if args.plot:
         draw(result, args.plot)

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from bench.environment import write_record
+
 MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-step3p5"
 
 
@@ -60,10 +62,9 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         progress=True,
     )
-    text = json.dumps({"runner": args.runner} | record.to_json(), indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    result = {"runner": args.runner} | record.to_json()
+    print(json.dumps(result, indent=1))
+    write_record(result, args.json)
     return 0 if record.clean else 1
 
 

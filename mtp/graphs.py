@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.groups import DraftGroup
 from mtp.kernels import has_kernels
-from mtp.window import PassInputs, StepRows
+from mtp.rows import PassInputs, StepRows
 
 BLOCK_ROWS = 256
 

@@ -22,9 +22,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from mtp.graphs import PassGraphs
 from mtp.groups import DraftGroups
 from mtp.kernels import has_kernels
+from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
 from mtp.steps import DraftDescriptor, DraftPlan
-from mtp.window import History, PassInputs, Window, build_window, for_other_rows
+from mtp.window import History, Window, build_window, for_other_rows
 from mtp.window_kernels import shift_rows
 
 

@@ -24,7 +24,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.groups import build_draft_groups
 from mtp.passes import DraftPasses, Drafts, Execution
-from mtp.window import History, PassInputs, StepRows, Window, chunk_ends
+from mtp.rows import PassInputs, StepRows
+from mtp.window import History, Window, chunk_ends
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -17,7 +17,7 @@ have is padding: its slot is -1 and its outputs are unused. A request that is sh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,66 +27,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp import window_kernels
 from mtp.kernels import has_kernels
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The target's rows of one step, as the host hands them over.
-
-    Attributes:
-        token_ids: `[num_tokens]` integer.
-        positions: `[num_tokens]` int64 rotary positions, `[3, num_tokens]` under M-RoPE.
-        hidden_states: `[num_tokens, hidden_size]`.
-        num_rejected: `[num_reqs]` integer, how many of each request's last rows are not valid.
-        query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin, and their number.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    hidden_states: torch.Tensor
-    num_rejected: torch.Tensor
-    query_start_loc: torch.Tensor
-
-
-class PassInputs(NamedTuple):
-    """What a pass reads of a step, beside its attention metadata.
-
-    Attributes:
-        next_token_ids: `[num_reqs]` integer, the token after each request's last valid row.
-        history_slots: `[num_reqs]` int64; None for a single module, which has nothing to repair.
-        prompt_token_ids: `[num_reqs, num_modules]` integer, the tokens that follow a chunk which ends before its prompt
-            does, and -1 for other requests; None where there is no such chunk.
-    """
-
-    rows: StepRows
-    next_token_ids: torch.Tensor
-    history_slots: torch.Tensor | None
-    prompt_token_ids: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Where the rows of a pass lie, and what they hold.
-
-    Attributes:
-        req_indices: `[num_rows]` int64, each row's request.
-        seq_positions: `[num_rows]` int64 sequence positions; -1 for rows that must not be written.
-        token_ids: `[num_rows]` integer, each row's own token t_p.
-        positions: rotary positions, `[num_rows]` or `[3, num_rows]` int64.
-        hidden_states: `[num_rows, hidden_size]` of the target.
-        last_rows: `[num_reqs]` int64, where in the window each last valid row is.
-        last_positions: `[num_reqs]` int64, its sequence position L.
-        seq_lens: `[num_reqs]` integer, up to the last row of the window.
-    """
-
-    req_indices: torch.Tensor
-    seq_positions: torch.Tensor
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    hidden_states: torch.Tensor
-    last_rows: torch.Tensor
-    last_positions: torch.Tensor
-    seq_lens: torch.Tensor
+from mtp.rows import RowLayout, StepRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.triton_utils import tl, triton
 
+from mtp.rows import RowLayout, StepRows
+
 if TYPE_CHECKING:
-    from mtp.window import History, RowLayout, StepRows
+    from mtp.window import History
 
 MAX_BLOCK_ROWS = 256
 BLOCK_COLUMNS = 1024
 
 
 def lay_out_rows(
-    rows: "StepRows",
+    rows: StepRows,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     num_rows: int,
     longest: int,
     history: "History",
     slots: torch.Tensor,
-) -> "RowLayout":
+) -> RowLayout:
     """`mtp.window.lay_out_rows`, of a chain without M-RoPE.
 
     Args:
         longest: rows of the longest window.
     """
-    from mtp.window import RowLayout
-
     num_reqs, device = slots.shape[0], slots.device
     rows_of = lambda dtype: torch.empty(num_rows, dtype=dtype, device=device)  # noqa: E731
     layout = RowLayout(
@@ -86,7 +86,7 @@ def store_rows(
     history: "History",
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
-    layout: "RowLayout",
+    layout: RowLayout,
 ) -> None:
     """`mtp.window.store_rows`."""
     hidden_size = layout.hidden_states.shape[1]

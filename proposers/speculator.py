@@ -25,7 +25,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.groups import bind_draft_groups
 from mtp.passes import DraftPasses, Drafts, Execution
-from mtp.window import History, PassInputs, StepRows, Window
+from mtp.rows import PassInputs, StepRows
+from mtp.window import History, Window
 from proposers.step3p5 import Step3p5Passes
 
 logger = init_logger(f"vllm.{__name__}")

@@ -10,7 +10,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from mtp.window import History, StepRows, Window, build_window
+from mtp.rows import StepRows
+from mtp.window import History, Window, build_window
 
 HIDDEN = 3
 DEVICE = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from bench.corpus import held_out_prompts
-from mtp.window import PassInputs
+from mtp.rows import PassInputs
 from tests.engine import TINY
 from tests.oracle.runners import view_of
 

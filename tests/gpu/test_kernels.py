@@ -10,8 +10,8 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from mtp.graphs import StaticInputs, fill_one_by_one
 from mtp.groups import DraftGroup
 from mtp.layers import fuse_gemma_norms
+from mtp.rows import PassInputs, StepRows
 from mtp.slots import write_group_by_group, write_slot_mappings
-from mtp.window import PassInputs, StepRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = 7_777_777
