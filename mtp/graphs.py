@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.compilation.cudagraph_pool import capture_pool
+from vllm.config import VllmConfig
 from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -186,6 +188,7 @@ class PassGraphs:
 
     def __init__(
         self,
+        vllm_config: VllmConfig,
         run: Callable[[PassInputs, CommonAttentionMetadata], torch.Tensor],
         groups: Sequence[DraftGroup],
         query_len: int,
@@ -198,6 +201,7 @@ class PassGraphs:
         tables_stay: bool = False,
     ) -> None:
         self.query_len = query_len
+        self._vllm_config = vllm_config
         self._run = run
         self._groups = list(groups)
         self._max_model_len = max_model_len
@@ -229,7 +233,11 @@ class PassGraphs:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         stream.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # NCCL's allocator is told of the pool, and sleep mode may have one that it can offload.
+        with (
+            capture_pool(self._pool, self._vllm_config) as pool,
+            torch.cuda.graph(graph, pool=pool, stream=stream),
+        ):
             drafts = self.run_static(num_reqs)
         self._graphs[num_reqs] = graph, drafts
         self._sizes = sorted(self._graphs)

@@ -121,7 +121,7 @@ def build_draft_groups(
         ValueError: a layer is in no KV cache group, or the layers do not divide into that many modules.
     """
     groups: dict[int, DraftGroup] = {}
-    attn_groups: dict[tuple[int, str, KVCacheSpec], AttentionGroup] = {}
+    attn_groups: dict[tuple[int, str, KVCacheSpec, int], AttentionGroup] = {}
     located = _locate_layers(kv_cache_config, draft_layers)
     for name in sorted(draft_layers):
         gid, spec = located[name]
@@ -131,14 +131,15 @@ def build_draft_groups(
             block_size = kv_cache_config.kv_cache_groups[gid].kv_cache_spec.block_size
             group = groups[gid] = DraftGroup(gid, block_size, buffer)
         backend = draft_layers[name].get_attn_backend()
-        key = (gid, backend.full_cls_name(), spec)
+        # Builders plan for one number of query heads, which layers of one spec need not share.
+        key = (gid, backend.full_cls_name(), spec, getattr(draft_layers[name], "num_heads", 0))
         if key in attn_groups:
             attn_groups[key].layer_names.append(name)
         else:
             attn_groups[key] = AttentionGroup(backend, [name], spec, gid)
             group.attn_groups.append(attn_groups[key])
     # Builders read the layers of their group, so they are made once all of them are known.
-    for (gid, _, _), attn in attn_groups.items():
+    for (gid, *_), attn in attn_groups.items():
         size = kernel_block_sizes[gid] if kernel_block_sizes is not None and gid < len(kernel_block_sizes) else None
         attn.create_metadata_builders(vllm_config, device, kernel_block_size=size)
     return DraftGroups([groups[gid] for gid in sorted(groups)], layers_by_module(draft_layers, num_modules))

@@ -336,6 +336,7 @@ class DraftPasses(ABC):
     def make_graphs(self) -> PassGraphs:
         """Room for recorded passes. The groups' block tables must be bound, since the graphs' are as wide."""
         return PassGraphs(
+            self.vllm_config,
             self._run_recorded,
             self._bound_groups().groups_of(range(self.plan.chain_length)),
             1 + self.plan.num_speculative_tokens,

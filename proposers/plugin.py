@@ -14,14 +14,13 @@ from packaging.specifiers import SpecifierSet
 from mtp.compat import Patch, apply_patches, check_vllm_version
 from proposers.extraction import ExtractionPlan, check_and_draft_nothing, extracts
 from proposers.registry import (
-    PROPOSERS,
     SPECULATORS,
     Mode,
-    draft_architecture,
     is_known,
     known_architecture,
     load_proposer,
     load_speculator,
+    why_left_to_the_host,
 )
 
 logger = logging.getLogger("vllm.proposers")
@@ -116,16 +115,15 @@ _built: list[str] = []
 
 def _is_multi_group(original: Any) -> Any:
     def use_step3p5_mtp(self: Any) -> bool:
-        architecture = draft_architecture(self)
-        if architecture is not None and architecture not in PROPOSERS:
-            logger.info(
-                "vLLM's own proposer drafts: vllm-mtp-proposers knows %s and not %s.",
-                ", ".join(PROPOSERS),
-                architecture,
-            )
+        _say_why_not(self)
         return is_known(self) or original(self)
 
     return use_step3p5_mtp
+
+
+def _say_why_not(config: Any) -> None:
+    if reason := why_left_to_the_host(config):
+        logger.info("vLLM's own proposer drafts: vllm-mtp-proposers %s.", reason)
 
 
 def _say_who_drafts(drafter: type, architecture: str, runner: str, num_speculative_tokens: int) -> None:
@@ -147,7 +145,8 @@ def _build_known(original: type) -> type:
         def __call__(cls, vllm_config: Any, device: Any, runner: Any = None) -> Any:
             config = vllm_config.speculative_config
             architecture = known_architecture(config)
-            assert architecture is not None
+            if architecture is None:
+                return original(vllm_config, device, runner)
             proposer = load_proposer(architecture)
             _built.append(architecture)
             _say_who_drafts(proposer, architecture, "V1", config.num_speculative_tokens)
@@ -167,7 +166,7 @@ def _route_to_v1(original: Any) -> Any:
 
         features: list[str] = original(self)
         architecture = known_architecture(self.speculative_config)
-        if envs.VLLM_USE_V2_MODEL_RUNNER:
+        if envs.VLLM_USE_V2_MODEL_RUNNER or not _fits_on_v1(self):
             return features
         if extracts(self.speculative_config):
             return [*features, "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"]
@@ -179,6 +178,19 @@ def _route_to_v1(original: Any) -> Any:
     return _get_v2_model_runner_unsupported_features
 
 
+def _fits_on_v1(vllm_config: Any) -> bool:
+    """Whether the V1 runner takes the configuration; there are features that only V2 has, and some that ask for it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    only_on_v2 = (
+        getattr(vllm_config, "watermark_config", None),
+        getattr(vllm_config.attention_config, "hisparse_config", None),
+        getattr(model, "enable_trace_replay", False),
+        getattr(model, "return_sampling_mask", False),
+        parallel.pipeline_parallel_size > 1,  # with asynchronous scheduling, which may be decided on later
+    )
+    return not any(only_on_v2) and not vllm_config._get_v1_model_runner_unsupported_features()
+
+
 def _build_speculator(original: Any) -> Any:
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         config = vllm_config.speculative_config
@@ -186,6 +198,7 @@ def _build_speculator(original: Any) -> Any:
             return _new_extractor(vllm_config, device)
         architecture = known_architecture(config)
         if architecture is None:
+            _say_why_not(config)
             return original(vllm_config, device, req_states)
         if reason := _why_not_on_v2(vllm_config, architecture):
             logger.warning("vLLM's own speculator drafts for %s on the V2 model runner: %s.", architecture, reason)
@@ -203,8 +216,6 @@ def _why_not_on_v2(vllm_config: Any, architecture: str) -> str | None:
     reasons = {
         "models of one module are left to vLLM's there": architecture not in SPECULATORS,
         "vllm-mtp-proposers has no data parallelism there": parallel.data_parallel_size > 1,
-        "vllm-mtp-proposers has no context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
         "vllm-mtp-proposers has no adaptive verification": vllm_config.speculative_config.enable_adaptive_verification,
         "vllm-mtp-proposers has no watermarking": getattr(vllm_config, "watermark_config", None) is not None,
     }
@@ -227,7 +238,7 @@ def _drafts_up_to_the_limit(original: Any) -> Any:
 def _key_blocks_by_what_follows(original: Any) -> Any:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = vllm_config.speculative_config
-        architecture = known_architecture(config)
+        architecture = _keyed_for(vllm_config)
         if architecture is not None:
             config.disable_eagle_block_drop = True  # it guards against what the keys below rule out
         original(self, vllm_config, *args, **kwargs)
@@ -245,6 +256,20 @@ def _key_blocks_by_what_follows(original: Any) -> Any:
         look_ahead_in_prefix_cache(coordinator, plan.chain_length)
 
     return __init__
+
+
+def _keyed_for(vllm_config: Any) -> str | None:
+    """The architecture whose draft rows the prefix cache's keys must know of; None where vLLM's keys stay."""
+    architecture = known_architecture(vllm_config.speculative_config)
+    if architecture is None or (vllm_config.use_v2_model_runner and _why_not_on_v2(vllm_config, architecture)):
+        return None
+    if vllm_config.kv_transfer_config is not None:
+        logger.warning(
+            "A KV connector counts on vLLM's keys of the prefix cache, which don't know the tokens after a block: the "
+            "first drafts after a prefix hit may rest on another request's tokens. Outputs are not affected."
+        )
+        return None
+    return architecture
 
 
 def _drop_graphs_first(original: Any) -> Any:

@@ -50,10 +50,27 @@ def draft_architecture(config: "SpeculativeConfig") -> str | None:
     return architectures[0] if architectures else None
 
 
+def why_left_to_the_host(config: "SpeculativeConfig") -> str | None:
+    """Why this package doesn't draft though the method is `mtp`; None where it does, and for other methods."""
+    architecture = draft_architecture(config)
+    if architecture is None:
+        return None
+    if architecture not in PROPOSERS:
+        return f"knows {', '.join(PROPOSERS)} and not {architecture}"
+    parallel = config.target_parallel_config
+    reasons = {
+        "has no pipeline parallelism": "pipeline_parallel_size",
+        "has no context parallelism": "decode_context_parallel_size",
+        "has no context parallelism for prompts": "prefill_context_parallel_size",
+    }
+    return next((reason for reason, size in reasons.items() if getattr(parallel, size, 1) > 1), None)
+
+
 def known_architecture(config: "SpeculativeConfig | None") -> str | None:
     """The architecture that drafts if this package drafts for it, else None."""
-    architecture = None if config is None else draft_architecture(config)
-    return architecture if architecture in PROPOSERS else None
+    if config is None or why_left_to_the_host(config) is not None:
+        return None
+    return draft_architecture(config)
 
 
 def is_known(config: "SpeculativeConfig | None") -> bool:

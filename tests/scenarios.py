@@ -80,6 +80,24 @@ def lossless(llm: LLM) -> dict[str, Any]:
     return {"tokens": workloads(llm), **state(llm)}
 
 
+KEYED_BLOCKS = 3
+
+
+def keyed(llm: LLM) -> dict[str, Any]:
+    """Who makes the prefix cache's keys, and how many a prompt has that ends with a block."""
+    core = llm.llm_engine.engine_core.engine_core
+    hasher, counts = core.request_block_hasher, []
+
+    def counting_hasher(request: Any) -> list[Any]:
+        counts.append(len(hashes := hasher(request)))
+        return hashes
+
+    core.request_block_hasher = counting_hasher
+    text = held_out_prompts(llm.get_tokenizer(), 1, KEYED_BLOCKS * BLOCK)[0]
+    greedy(llm, [text], 1)
+    return {"keys": [hasher.__module__, counts[0]], **state(llm)}
+
+
 def crowded(llm: LLM) -> dict[str, Any]:
     """More requests than the KV cache can hold at once."""
     texts = held_out_prompts(llm.get_tokenizer(), 8, 100)

@@ -90,6 +90,24 @@ def test_without_padded_batches_the_tokens_are_the_same() -> None:
     assert_lossless(drafted, plain(scenarios.lossless))
 
 
+def test_layers_of_one_kv_cache_group_that_differ_in_their_heads_give_the_same_tokens() -> None:
+    drafted = run(scenarios.lossless, {**mtp(3), "disable_hybrid_kv_cache_manager": True})
+    assert_lossless(drafted, plain(scenarios.lossless))
+    assert OURS in drafted.log
+
+
+def test_a_kv_connector_has_vllms_keys_of_the_prefix_cache(tmp_path: Path) -> None:
+    # It counts one for every full block (vLLM's offloading connector asserts so), and ours come later.
+    connector = {"shared_storage_path": str(tmp_path)}
+    connected = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": connector}
+    drafted = run(scenarios.keyed, {**mtp(3), "kv_transfer_config": connected})
+    assert drafted.value["keys"] == ["vllm.v1.core.kv_cache_utils", scenarios.KEYED_BLOCKS]
+    assert OURS in drafted.log
+    assert drafted.log.count("A KV connector counts on vLLM's keys") == 1
+    ours = run(scenarios.keyed, mtp(3))
+    assert ours.value["keys"] == ["mtp.prefix", scenarios.KEYED_BLOCKS - 1]
+
+
 def test_asynchronous_scheduling_gives_the_same_tokens() -> None:
     drafted = run(scenarios.asynchronous, {**mtp(3), "async_scheduling": True})
     assert drafted.value["async_scheduling"] is True

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
-from proposers.plugin import register
+from proposers.plugin import _build_speculator, register
 from proposers.step3p5 import Step3p5Proposer
 from tests import scenarios
 from tests.engine import TINY, run, run_python
@@ -125,8 +125,6 @@ def test_what_drafts_on_v2_leaves_the_choice_of_the_runner_to_vllm() -> None:
     [
         (lambda config: _becomes_mimo(config), "models of one module"),
         (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "no data parallelism"),
-        (lambda config: setattr(config.parallel_config, "decode_context_parallel_size", 2), "no context parallelism"),
-        (lambda config: setattr(config.speculative_config, "enable_adaptive_verification", True), "no adaptive"),
     ],
 )
 def test_what_drafts_on_v1_alone_is_a_reason_to_take_that_runner(
@@ -138,6 +136,40 @@ def test_what_drafts_on_v1_alone_is_a_reason_to_take_that_runner(
     assert why in reason
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert reasons(config) == []
+
+
+DATA_PARALLEL = {"parallel_config.data_parallel_size": 2}
+
+
+@pytest.mark.usefixtures("registered", "v2_unset")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_config.pipeline_parallel_size": 2},
+        {"parallel_config.decode_context_parallel_size": 2},
+        {"parallel_config.prefill_context_parallel_size": 2},
+        {"speculative_config.enable_adaptive_verification": True},
+        {"watermark_config": "any"},
+        DATA_PARALLEL | {"watermark_config": "any"},
+        DATA_PARALLEL | {"parallel_config.pipeline_parallel_size": 2},
+        DATA_PARALLEL | {"parallel_config.enable_batch_sharded_sampling": True},
+        DATA_PARALLEL | {"model_config.enable_trace_replay": True},
+        DATA_PARALLEL | {"model_config.return_sampling_mask": True},
+    ],
+    ids=str,
+)
+def test_what_only_v2_takes_stays_there_and_is_drafted_for_by_vllm(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    config = make_config()
+    for path, value in changes.items():
+        owner, _, name = path.rpartition(".")
+        setattr(getattr(config, owner) if owner else config, name, value)
+    assert reasons(config) == []
+    assert config.use_v2_model_runner
+    config._validate_v2_model_runner()
+    assert _build_speculator(lambda *args: "vLLM's own")(config, CPU, None) == "vLLM's own"
 
 
 def _becomes_mimo(config: VllmConfig) -> None:

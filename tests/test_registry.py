@@ -4,9 +4,17 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import ParallelConfig
 
 from mtp.proposer import MultiGroupProposer
-from proposers.registry import PROPOSERS, Mode, draft_architecture, is_known, load_proposer
+from proposers.registry import (
+    PROPOSERS,
+    Mode,
+    draft_architecture,
+    is_known,
+    load_proposer,
+    why_left_to_the_host,
+)
 from tests.engine import ChildFailedError, run_python
 
 
@@ -43,8 +51,8 @@ def test_every_known_architecture_has_a_proposer_for_it(architecture: str) -> No
 
 def config(method: str, *architectures: str) -> SimpleNamespace:
     """As much of a SpeculativeConfig as the registry asks for."""
-    hf_config = SimpleNamespace(architectures=list(architectures) or None)
-    return SimpleNamespace(method=method, draft_model_config=SimpleNamespace(hf_config=hf_config))
+    draft = SimpleNamespace(hf_config=SimpleNamespace(architectures=list(architectures) or None))
+    return SimpleNamespace(method=method, draft_model_config=draft, target_parallel_config=ParallelConfig())
 
 
 def test_only_the_mtp_method_of_a_known_architecture_is_ours() -> None:
@@ -55,6 +63,17 @@ def test_only_the_mtp_method_of_a_known_architecture_is_ours() -> None:
     assert not is_known(SimpleNamespace(method="ngram", draft_model_config=None))
     assert not is_known(None)
     assert draft_architecture(config("mtp", "SomeOtherMTP")) == "SomeOtherMTP"
+
+
+@pytest.mark.parametrize(
+    ("size", "what"), [("pipeline_parallel_size", "pipeline"), ("decode_context_parallel_size", "context")]
+)
+def test_how_a_model_is_parallel_can_leave_it_to_the_host(size: str, what: str) -> None:
+    left = config("mtp", "Step3p5MTP")
+    setattr(left.target_parallel_config, size, 2)
+    assert not is_known(left)
+    assert f"no {what} parallelism" in (why_left_to_the_host(left) or "")
+    assert why_left_to_the_host(config("mtp", "Step3p5MTP")) is why_left_to_the_host(config("eagle")) is None
 
 
 def test_importing_the_plugin_imports_neither_torch_nor_vllm() -> None:

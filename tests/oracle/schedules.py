@@ -26,6 +26,7 @@ class Setup:
         overlapped: steps are scheduled before the one before them has told its tokens.
         replayed: decode batches go through a graph's inputs (`tests/oracle/replayed.py`).
         v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
+        hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
         ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
         weight: how often it is drawn.
     """
@@ -46,6 +47,7 @@ class Setup:
     overlapped: bool = False
     replayed: bool = False
     v2: bool = True
+    hybrid: bool = True
     ranks: int = 1
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
@@ -71,6 +73,7 @@ class Setup:
             "long_prefill_token_threshold": self.chunk,
             "num_gpu_blocks_override": self.num_blocks,
             "enable_prefix_caching": self.prefix_caching,
+            "disable_hybrid_kv_cache_manager": not self.hybrid,
             "speculative_config": speculative,
             "async_scheduling": self.overlapped,
             "disable_log_stats": True,
@@ -98,6 +101,7 @@ SETUPS = (
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
     Setup("two block sizes", checkpoint="wide", num_blocks=60, chunk=40, weight=3),
+    Setup("one KV cache group", hybrid=False, num_blocks=48, crowd=True),
     Setup("overlapped", overlapped=True, weight=3),
     Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
