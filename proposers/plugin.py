@@ -274,12 +274,11 @@ def _keyed_for(vllm_config: Any) -> str | None:
 
 def _drop_graphs_first(original: Any) -> Any:
     def shutdown(self: Any) -> None:
-        from mtp.passes import DraftPasses
-
+        # By its name: this is called while the interpreter ends, too, and nothing can be imported then.
         runner = getattr(self, "model_runner", None)
         for drafter in (getattr(runner, "drafter", None), getattr(runner, "speculator", None)):
-            if isinstance(drafter, DraftPasses):
-                drafter.drop_graphs()
+            if drop_graphs := getattr(drafter, "drop_graphs", None):
+                drop_graphs()
         original(self)
 
     return shutdown
