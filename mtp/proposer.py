@@ -348,6 +348,8 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         """
         if is_graph_capturing:
             self._record_pass(num_tokens)
+        elif num_tokens == self.vllm_config.scheduler_config.max_num_batched_tokens:
+            num_tokens = self.max_num_tokens  # the pass of the host's largest step has the history's rows too
         chain = list(range(self.plan.chain_length))
         beyond = chain * (self.plan.num_speculative_tokens - len(chain))
         for modules in (chain[:1],) if is_graph_capturing else (chain, beyond):

@@ -147,7 +147,8 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
         """
         num_reqs = input_batch.num_reqs
         if dummy_run:
-            self._dummy_pass(input_batch.num_tokens)
+            # The host profiles its largest step; the pass of one has the rows of the history too.
+            self._dummy_pass(self._max_rows if is_profile else input_batch.num_tokens)
             return torch.zeros_like(self.draft_tokens[:num_reqs])
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
         if self.draft_logits is not None:

@@ -21,7 +21,19 @@ from proposers.mtp import MiMoProposer
 from proposers.step3p5 import Step3p5Proposer
 from tests import scenarios
 from tests.engine import TINY, ChildFailedError, mtp, run
-from tests.harness import CPU, Batch, Rig, add_layer, full, kv_cache, layer_name, make_config, make_rig, sliding
+from tests.harness import (
+    CPU,
+    MAX_NUM_SEQS,
+    Batch,
+    Rig,
+    add_layer,
+    full,
+    kv_cache,
+    layer_name,
+    make_config,
+    make_rig,
+    sliding,
+)
 from tests.passes import chain_length
 
 OURS, HOST = Step3p5Proposer, Step3p5MTPProposer
@@ -203,6 +215,15 @@ def test_data_parallel_ranks_meet_equally_often_whatever_they_draft(
         assert "forward" in seen[0]
 
     assert_bites(check)
+
+
+def test_the_hosts_profile_sees_the_largest_pass() -> None:
+    rig = make_rig(OURS, make_config(MODULES), [full(32), sliding(32), sliding(32)])
+    limit = rig.proposer.vllm_config.scheduler_config.max_num_batched_tokens
+    rig.proposer.dummy_run(num_tokens=limit - 1)
+    rig.proposer.dummy_run(num_tokens=limit)
+    rows = [len(forward.input_ids) for forward in rig.forwards]
+    assert rows == [limit - 1] * 3 + [limit + 2 * MAX_NUM_SEQS] * 3
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 3])

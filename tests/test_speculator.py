@@ -85,6 +85,16 @@ def test_a_row_of_the_runner_that_has_changed_hands_has_no_history(speculator: S
     assert history.valid[[1, 3]].tolist() == [0, 2]
 
 
+def test_the_hosts_profile_sees_the_largest_pass(speculator: Step3p5Speculator) -> None:
+    seen: list[int] = []
+    speculator.model = lambda **inputs: seen.append(inputs["input_ids"].shape[0])
+    batch = make_batch([256], rows=[0], ends=[256], has_prefill=True)
+    for is_profile in (False, True):
+        with set_current_vllm_config(speculator.vllm_config):
+            speculator.propose(batch, {}, {}, *[None] * 8, dummy_run=True, is_profile=is_profile)
+    assert seen == [256] * 3 + [256 + 2 * MAX_NUM_SEQS] * 3
+
+
 def test_passes_are_recorded_for_the_decode_steps_that_the_host_records(speculator: Step3p5Speculator) -> None:
     speculator.vllm_config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 12, 32, 64]
     assert speculator._graph_sizes() == [1, 2, 3, 8]
@@ -94,7 +104,6 @@ def test_passes_are_recorded_for_the_decode_steps_that_the_host_records(speculat
     ("change", "reason"),
     [
         ({"parallel_config.data_parallel_size": 2}, "data parallelism"),
-        ({"parallel_config.decode_context_parallel_size": 2}, "context parallelism"),
         ({"speculative_config.enable_adaptive_verification": True}, "adaptive verification"),
         ({}, None),
     ],
