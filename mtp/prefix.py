@@ -8,7 +8,7 @@ block is keyed, and cached, only once they are known.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
@@ -47,6 +47,9 @@ def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
     """Has the host's `KVCacheCoordinator` cache no block before it has a key, and look no further than there are keys.
 
     A block that is followed by `lookahead` computed tokens is also final: every pass that writes it is over.
+
+    Of a sliding window the host keeps only what lies before a position at which a later request can resume: it is told
+    of the one that these keys let the same prompt resume at, or the longest hit of all groups would be none.
     """
     hash_block_size = coordinator.block_pool.hash_block_size
     count_cacheable = coordinator.get_num_cacheable_tokens
@@ -56,6 +59,21 @@ def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
 
     coordinator.num_reprefillable_tokens = 0  # the host's own margin, which it applies only where it drops blocks
     coordinator.get_num_cacheable_tokens = get_num_cacheable_tokens
+    for manager in coordinator.single_type_managers:
+        cache_blocks = manager.cache_blocks
+
+        def cache_blocks_to_resume_at(
+            request: Request,
+            num_tokens: int,
+            *args: Any,
+            replay_boundaries: Sequence[int],
+            cache_blocks: Any = cache_blocks,
+            **kwargs: Any,
+        ) -> None:
+            boundaries = sorted({*replay_boundaries, max(request.num_prompt_tokens - lookahead, 0)})
+            cache_blocks(request, num_tokens, *args, replay_boundaries=boundaries, **kwargs)
+
+        manager.cache_blocks = cache_blocks_to_resume_at
     for name in ("find_longest_cache_hit", "find_longest_cache_hit_per_group"):
         find = getattr(coordinator, name, None)
         if find is None:

@@ -263,10 +263,12 @@ def _keyed_for(vllm_config: Any) -> str | None:
     architecture = known_architecture(vllm_config.speculative_config)
     if architecture is None or (vllm_config.use_v2_model_runner and _why_not_on_v2(vllm_config, architecture)):
         return None
-    if vllm_config.kv_transfer_config is not None:
+    events = vllm_config.kv_events_config
+    if vllm_config.kv_transfer_config is not None or (events is not None and events.enable_kv_cache_events):
         logger.warning(
-            "A KV connector counts on vLLM's keys of the prefix cache, which don't know the tokens after a block: the "
-            "first drafts after a prefix hit may rest on another request's tokens. Outputs are not affected."
+            "A KV connector, or who listens to KV cache events, counts on vLLM's keys of the prefix cache, which don't "
+            "know the tokens after a block: the first drafts after a prefix hit may rest on another request's tokens. "
+            "Outputs are not affected."
         )
         return None
     return architecture

@@ -80,6 +80,19 @@ def lossless(llm: LLM) -> dict[str, Any]:
     return {"tokens": workloads(llm), **state(llm)}
 
 
+def resent(llm: LLM, lengths: list[int]) -> dict[str, Any]:
+    """Prefix-cache hits, in tokens, of a prompt of each length that is asked for a second time."""
+    text = held_out_prompts(llm.get_tokenizer(), 1, max(lengths))[0]
+    hits = []
+    for length in lengths:
+        llm.reset_prefix_cache()
+        greedy(llm, [text[:length]], 2)
+        before = state(llm)["metrics"]["prefix_cache_hits"]
+        greedy(llm, [text[:length]], 2)
+        hits.append(state(llm)["metrics"]["prefix_cache_hits"] - before)
+    return {"hits": hits, **state(llm)}
+
+
 KEYED_BLOCKS = 3
 
 

@@ -96,14 +96,16 @@ def test_layers_of_one_kv_cache_group_that_differ_in_their_heads_give_the_same_t
     assert OURS in drafted.log
 
 
-def test_a_kv_connector_has_vllms_keys_of_the_prefix_cache(tmp_path: Path) -> None:
+def test_who_counts_on_vllms_keys_of_the_prefix_cache_has_them(tmp_path: Path) -> None:
     # It counts one for every full block (vLLM's offloading connector asserts so), and ours come later.
     connector = {"shared_storage_path": str(tmp_path)}
     connected = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": connector}
     drafted = run(scenarios.keyed, {**mtp(3), "kv_transfer_config": connected})
     assert drafted.value["keys"] == ["vllm.v1.core.kv_cache_utils", scenarios.KEYED_BLOCKS]
     assert OURS in drafted.log
-    assert drafted.log.count("A KV connector counts on vLLM's keys") == 1
+    assert drafted.log.count("A KV connector, or who listens to KV cache events, counts on vLLM's keys") == 1
+    listened_to = {"enable_kv_cache_events": True, "publisher": "null"}
+    assert run(scenarios.keyed, {**mtp(3), "kv_events_config": listened_to}).value["keys"] == drafted.value["keys"]
     ours = run(scenarios.keyed, mtp(3))
     assert ours.value["keys"] == ["mtp.prefix", scenarios.KEYED_BLOCKS - 1]
 

@@ -1,6 +1,8 @@
 """Keys of the prefix cache that have the tokens after a block."""
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import Request
 
 from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
+from tests import scenarios
+from tests.engine import mtp, run
 
 BLOCK = 4
 
@@ -53,6 +57,18 @@ def test_two_requests_share_the_keys_of_blocks_whose_following_tokens_they_share
         assert shared == max(0, parting - lookahead) // BLOCK
 
 
+class RecordingManager:
+    """Of one KV cache group."""
+
+    def __init__(self) -> None:
+        self.boundaries: list[list[int]] = []
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, retention_interval: int, replay_boundaries: Sequence[int]
+    ) -> None:
+        self.boundaries.append(list(replay_boundaries))
+
+
 class RecordingCoordinator:
     """What `look_ahead_in_prefix_cache` touches of the host's coordinator."""
 
@@ -61,6 +77,7 @@ class RecordingCoordinator:
     def __init__(self) -> None:
         self.block_pool = type("Pool", (), {"hash_block_size": BLOCK})
         self.asked: list[int] = []
+        self.single_type_managers = [RecordingManager(), RecordingManager()]
 
     def get_num_cacheable_tokens(self, num_computed_tokens: int, kv_cache_group_id: int) -> int:
         return max(0, num_computed_tokens - self.num_reprefillable_tokens)
@@ -80,3 +97,23 @@ def test_no_block_is_cached_before_it_has_a_key_and_none_is_looked_for_without_o
     coordinator.find_longest_cache_hit([b""] * 5, 39)
     coordinator.find_longest_cache_hit_per_group([b""] * 5, 7)
     assert coordinator.asked == [5 * BLOCK, 7]
+
+
+def test_every_group_keeps_what_the_same_prompt_can_resume_at() -> None:
+    coordinator = RecordingCoordinator()
+    look_ahead_in_prefix_cache(coordinator, 3)
+    for manager in coordinator.single_type_managers:
+        for length in (2, 9, 33):
+            request = SimpleNamespace(num_prompt_tokens=length)
+            manager.cache_blocks(request, length, retention_interval=0, replay_boundaries=(length - 1,))
+        assert manager.boundaries == [[0, 1], [6, 8], [30, 32]]
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_a_prompt_is_found_again_whatever_its_length(v2: bool) -> None:
+    # Not all of them by the interpreter.
+    lengths = [96, 97, 98, 99, 127] if v2 else list(range(3 * scenarios.BLOCK, 4 * scenarios.BLOCK))
+    engine = {**mtp(3), "max_model_len": 200, "max_num_seqs": 2}
+    hits = run(scenarios.resent, engine, v2=v2, lengths=lengths).value["hits"]
+    blocks = [(length - 3) // scenarios.BLOCK * scenarios.BLOCK for length in lengths]
+    assert hits == blocks
