@@ -84,6 +84,7 @@ def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
         "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
         "decode_context_parallel_size": (parallel.decode_context_parallel_size, 1),
         "prefill_context_parallel_size": (parallel.prefill_context_parallel_size, 1),
+        "runner_type": (vllm_config.model_config.runner_type, "generate"),
         "enable_dbo": (parallel.enable_dbo, False),
         "kv_sharing_fast_prefill": (vllm_config.cache_config.kv_sharing_fast_prefill, False),
     }

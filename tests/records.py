@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 from proposers.hidden_states import RecordDataset, load
@@ -274,6 +275,15 @@ def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
     while engine.has_unfinished_requests():
         finished += [output.request_id for output in engine.step() if output.finished]
     return {"before": before[0], "files before": before[1], "finished": finished, "files": files(root)}
+
+
+def embedded(llm: LLM, root: str) -> dict[str, Any]:
+    """What the responses say where a prompt, or a part of it, is embeddings."""
+    embeds = torch.randn(6, llm.llm_engine.model_config.get_hidden_size())
+    token_ids = [5, 6, 0, 0, 9, 10]
+    mixed = {"prompt_token_ids": token_ids, "is_token_ids": [True, True, False, False, True, True], "type": "embeds"}
+    outputs = [llm.generate([{"prompt_embeds": embeds, **more}], ask(2), use_tqdm=False)[0] for more in ({}, mixed)]
+    return {"responses": [output.kv_transfer_params for output in outputs], "files": files(root)}
 
 
 def two_ranks(llm: LLM, root: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from proposers.hidden_states import Record, RecordDataset, RecordInfo
 from proposers.hidden_states.__main__ import main
@@ -141,7 +141,7 @@ UNKNOWN_NORMS = ("cohere", "lfm2")
 @pytest.mark.parametrize("family", UNKNOWN_NORMS)
 def test_a_model_with_another_norm_is_refused(family: str, tmp_path: Path) -> None:
     write_model(family, tmp_path)
-    with pytest.raises(ValueError, match=r"has no RMS norm called norm\.weight outside its layers"):
+    with pytest.raises(ValueError, match="has not exactly one RMS norm of a name that final norms have"):
         FinalNorm(tmp_path)
 
 
@@ -158,5 +158,34 @@ def test_the_final_norm_is_the_one_of_transformers(family: str, tmp_path: Path) 
 
 def test_a_checkpoint_without_a_known_norm_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
-    with pytest.raises(ValueError, match="has no RMS norm"):
+    with pytest.raises(ValueError, match="has not exactly one RMS norm"):
         FinalNorm(tmp_path)
+
+
+def write_norms(folder: Path, model_type: str, *names: str) -> Path:
+    """A checkpoint with nothing but norms, each of other weights."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "rms_norm_eps": 1e-5}))
+    save_file({name: torch.full((4,), 2.0 + i) for i, name in enumerate(names)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["model.mtp_layers.0.final_layernorm.weight", "mtp.norm.weight", "a.vision.norm.weight", "visual.norm.weight"],
+)
+def test_the_norms_of_drafts_and_of_other_parts_are_not_taken_for_the_final_one(other: str, tmp_path: Path) -> None:
+    norm = FinalNorm(write_norms(tmp_path, "qwen2", "model.norm.weight", other))
+    hidden = torch.ones(1, 4)
+    torch.testing.assert_close(norm(hidden), 2 * hidden, rtol=1e-4, atol=0)
+
+
+def test_two_norms_that_might_be_the_final_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has not exactly one RMS norm"):
+        FinalNorm(write_norms(tmp_path, "qwen2", "model.norm.weight", "model.language_model.norm.weight"))
+
+
+@pytest.mark.parametrize(("family", "factor"), [("gemma3_text", 3.0), ("gemma3n_text", 2.0), ("gemma4_text", 2.0)])
+def test_a_family_is_known_by_its_whole_name(family: str, factor: float, tmp_path: Path) -> None:
+    hidden = torch.ones(1, 4)
+    found = FinalNorm(write_norms(tmp_path, family, "model.norm.weight"))(hidden)
+    torch.testing.assert_close(found, factor * hidden, rtol=1e-4, atol=0)

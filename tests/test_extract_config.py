@@ -101,6 +101,7 @@ def test_a_config_that_reaches_another_process_is_as_good_there() -> None:
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "prefill_context_parallel_size", 2),
         ("parallel_config", "enable_dbo", True),
+        ("model_config", "runner_type", "pooling"),
         ("cache_config", "kv_sharing_fast_prefill", True),
     ],
 )

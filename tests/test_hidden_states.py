@@ -105,6 +105,12 @@ def test_what_cannot_be_written_is_refused_in_the_response_and_leaves_nothing(ma
     assert many.value["metrics"]["hidden_states_bytes_written"] > 0
 
 
+def test_a_prompt_with_embeddings_in_it_has_no_record_and_the_response_says_so(tmp_path: Path) -> None:
+    done = run(records.embedded, records_engine(tmp_path) | {"enable_prompt_embeds": True}, root=str(tmp_path)).value
+    assert all("has embeddings in it" in response["error"] for response in done["responses"])
+    assert done["files"] == []
+
+
 def test_host_memory_is_bounded_by_the_ring(many: Run) -> None:
     assert RING_BYTES / 2 < many.value["peak_bytes"] <= RING_BYTES
 

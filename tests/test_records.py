@@ -2,11 +2,13 @@
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -397,3 +399,51 @@ def test_when_the_engine_fails_in_the_middle_of_a_copy_the_writers_do_not_wait_f
     (result,) = writers.take_results()
     assert "the engine failed" in result.error
     assert files(tmp_path) == []
+
+
+def test_writers_that_find_their_folder_gone_make_it_again_together(tmp_path: Path) -> None:
+    storage = Storage(tmp_path / "root")
+    for _ in range(20):
+        shutil.rmtree(tmp_path / "root")
+        with ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(lambda _: storage.create(), range(8)))
+        for descriptor, path in made:
+            assert path.exists()
+            os.close(descriptor)
+    storage.close()
+
+
+def test_a_storage_whose_root_can_not_be_made_again_closes_no_file_but_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "mounted")
+    storage = Storage(tmp_path / "root")
+    shutil.rmtree(tmp_path / "mounted")
+    with pytest.raises(OSError, match="root"):
+        storage.create()
+    reader, writer = os.pipe()
+    with pytest.raises(OSError, match="root"):
+        storage.create()
+    storage.close()
+    os.write(writer, b"there")
+    assert os.read(reader, 5) == b"there"
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("name", ["a.shard", "a.shard.safetensors"])
+def test_a_record_can_not_have_the_name_of_a_shard(name: str) -> None:
+    with pytest.raises(ValueError, match="marks files of many records"):
+        checked_name(name)
+
+
+def test_what_an_engine_removes_meanwhile_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".writing-run-1").mkdir()
+    scandir = os.scandir
+
+    def scandir_of_what_stays(path: Any = ".") -> Any:
+        if ".writing" in str(path):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir_of_what_stays)
+    assert len(RecordDataset(tmp_path)) == 0

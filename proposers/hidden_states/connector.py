@@ -109,7 +109,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._plan = ExtractionPlan.of(vllm_config)
             self._takes: list[Take] = []
             self._number = 0
-            self._warn_of_stop_strings = True
+            self._warn_of_stop_strings = self._warn_of_sessions = True
             # Requests whose record is on its way: the output to be sent then, once the request's step has made one.
             self._held: dict[str, tuple[int, EngineCoreOutput] | None] = {}
             self._results: dict[str, dict[str, Any]] = {}
@@ -138,6 +138,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "A request that ends by a stop string leaves no record: the front end ends it, which the engine can't "
                 "tell from an abort. Use stop_token_ids."
             )
+        if self._warn_of_sessions and getattr(request, "resumable", False):
+            self._warn_of_sessions = False
+            logger.warning(
+                "A request whose prompt is streamed may leave no record: closed after an answer it is as one that was "
+                "aborted. Give the whole prompt at once."
+            )
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -159,8 +165,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         wanted = RecordRequest.of(request.kv_transfer_params, self.settings.include_output_tokens)
         if not wanted.extract:
             return None
-        if request.prompt_token_ids is None:
-            raise ValueError("The prompt was given as embeddings, and a record is of token ids. Give token ids.")
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            raise ValueError("The prompt has embeddings in it, and a record is of token ids. Give token ids alone.")
         start, stop = wanted.rows(request.num_prompt_tokens, request.num_tokens)
         blocks = list(block_ids[self._anchor])
         if len(blocks) * self._block_size < stop:

@@ -22,8 +22,30 @@ from safetensors.torch import save_file
 
 from proposers.hidden_states.record import Record
 
-# Families whose norms hold what is added to one.
-_OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next", "rnj1", "step3p5")
+# Families whose norms hold what is added to one. By their whole names: those of Gemma 3n and 4 hold the factor itself.
+_OFFSET_NORMS = {
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "rnj1",
+    "step3p5",
+}
+# By their whole names, too: draft modules and the other parts of a multi-modal model have norms of their own.
+_FINAL_NORMS = {
+    "language_model.model.norm.weight",
+    "model.final_layernorm.weight",
+    "model.language_model.norm.weight",
+    "model.norm.weight",
+    "model.text_model.norm.weight",
+    "norm.weight",
+    "transformer.encoder.final_layernorm.weight",
+}
 
 
 class FinalNorm:
@@ -39,11 +61,12 @@ class FinalNorm:
         weight = _find_norm(Path(model))
         if weight is None or "rms_norm_eps" not in config:
             raise ValueError(
-                f"The checkpoint {model} has no RMS norm called norm.weight outside its layers, so the hidden states "
-                "after the final norm can't be computed. Export to speculators, which wants them before it."
+                f"The checkpoint {model} has not exactly one RMS norm of a name that final norms have "
+                f"({', '.join(sorted(_FINAL_NORMS))}), so the hidden states after it can't be computed. Export to "
+                "speculators, which wants them before it."
             )
         self._eps = config["rms_norm_eps"]
-        self._scale = weight.float() + float(config["model_type"].startswith(_OFFSET_NORMS))
+        self._scale = weight.float() + float(config["model_type"] in _OFFSET_NORMS)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[T, H]` in float32 inside, and in the dtype of the hidden states outside."""
@@ -52,12 +75,11 @@ class FinalNorm:
 
 
 def _find_norm(model: Path) -> torch.Tensor | None:
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                if name.endswith((".norm.weight", ".final_layernorm.weight")) and ".layers." not in name:
-                    return file.get_tensor(name)
-    return None
+            found |= {name: file.get_tensor(name) for name in _FINAL_NORMS & set(file.keys())}
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 class Exporter(ABC):

@@ -4,6 +4,7 @@ A file holds one record, or, where its name ends in `.shard.safetensors`, many. 
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,9 +125,11 @@ class RecordDataset(torch.utils.data.Dataset):
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, str | None]]:
-    for path in sorted(folder.rglob(f"*{SUFFIX}")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
+    paths = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # an engine may remove its own meanwhile
+        paths += [Path(here, name) for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
+    for path in sorted(paths):
         if not path.name.endswith(SHARD_SUFFIX):
             yield path, None
             continue

@@ -134,7 +134,7 @@ def checked_name(name: Any) -> str:
         raise ValueError(f"name={name!r} is longer than {_MAX_NAME_BYTES} bytes.")
     if not name.isprintable():
         raise ValueError(f"name={name!r} has characters that can't be printed.")
-    if name.endswith(SHARD_SUFFIX):
+    if f"{name.removesuffix(SUFFIX)}{SUFFIX}".endswith(SHARD_SUFFIX):
         raise ValueError(f"name={name!r} ends in {SHARD_SUFFIX}, which marks files of many records.")
     return name.removesuffix(SUFFIX)
 

@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ class Storage:
         self.root = Path(root).absolute()
         self.run = f"run-{uuid.uuid4().hex[:12]}"
         self._numbers = itertools.count()
+        self._lock: int | None = None
+        self._entering = threading.Lock()  # several writers share a storage
         try:
             self._enter()
         except OSError as error:
@@ -59,9 +62,19 @@ class Storage:
         try:
             return os.open(path, flags, 0o644), path
         except FileNotFoundError:
-            os.close(self._lock)
-            self._enter()
-            return os.open(path, flags, 0o644), path
+            with self._entering:
+                with suppress(FileNotFoundError):
+                    return os.open(path, flags, 0o644), path  # another writer has made it again
+                self._leave()
+                self._enter()
+                return os.open(path, flags, 0o644), path
+
+    def _leave(self) -> None:
+        # Once only: the number may be somebody else's file afterwards.
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with suppress(OSError):
+                os.close(lock)
 
     def publish(self, temporary: Path, relative: str, replace: bool) -> Path:
         """Gives a finished and synced file its name, in one step that survives a crash.
@@ -111,8 +124,7 @@ class Storage:
     def close(self) -> None:
         """Removes what was not finished."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(OSError):
-            os.close(self._lock)
+        self._leave()
 
 
 def _link(temporary: Path, name: str, folder: int) -> bool:
