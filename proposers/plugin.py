@@ -165,17 +165,23 @@ def _route_to_v1(original: Any) -> Any:
         import vllm.envs as envs
 
         features: list[str] = original(self)
-        architecture = known_architecture(self.speculative_config)
-        if envs.VLLM_USE_V2_MODEL_RUNNER or not _fits_on_v1(self):
+        if envs.VLLM_USE_V2_MODEL_RUNNER:
             return features
-        if extracts(self.speculative_config):
-            return [*features, "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"]
-        if architecture is not None and (reason := _why_not_on_v2(self, architecture)):
-            kept = "VLLM_USE_V2_MODEL_RUNNER=1 keeps V2 and its speculator"
-            return [*features, f"drafting by vllm-mtp-proposers here: {reason} ({kept})"]
-        return features
+        reason = _why_on_v1(self)
+        return features if reason is None or not _fits_on_v1(self) else [*features, reason]
 
     return _get_v2_model_runner_unsupported_features
+
+
+def _why_on_v1(vllm_config: Any) -> str | None:
+    """Why this package wants the V1 runner, where it does."""
+    if extracts(vllm_config.speculative_config):
+        return "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"
+    architecture = known_architecture(vllm_config.speculative_config)
+    if architecture is not None and (reason := _why_not_on_v2(vllm_config, architecture)):
+        kept = "VLLM_USE_V2_MODEL_RUNNER=1 keeps V2 and its speculator"
+        return f"drafting by vllm-mtp-proposers here: {reason} ({kept})"
+    return None
 
 
 def _fits_on_v1(vllm_config: Any) -> bool:
