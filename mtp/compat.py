@@ -6,6 +6,7 @@ or that has another signature leaves the host as it was and raises. The patches 
 """
 
 import functools
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -71,6 +72,15 @@ def apply_patches(patches: Sequence[Patch], vllm_version: str) -> None:
             # Under the original's name: vLLM's configs hold such functions, and are pickled on their way to workers.
             functools.update_wrapper(replacement, _unwrap(original))
         setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
+
+
+def source_digest(*functions: Callable[..., Any]) -> str:
+    """Names the text of functions of the host which something here stands in for; empty where there is no source."""
+    try:
+        text = "".join(inspect.getsource(function) for function in functions)
+    except OSError:
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def remove_patches() -> None:

@@ -9,20 +9,14 @@ import copy
 import functools
 
 import torch
-import torch.nn.functional as F
 import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.triton_utils import tl, triton
 
-from mtp.kernels import has_kernels
-
-# A head's norm is a warp's work, and there are thousands of heads in a batch; a row's takes several.
-ELEMENTS_PER_WARP = 512
-MAX_WARPS = 8
+from mtp.fused import gemma_rms_norm
 
 
 def fuse_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
@@ -75,52 +69,6 @@ def fuse_gemma_norms(model: nn.Module) -> int:
 
 
 def _forward(norm: GemmaRMSNorm, unfused, x: torch.Tensor, residual: torch.Tensor | None = None):
-    """`x * rsqrt(mean(x^2) + eps) * (1 + weight)` in float32, `x` `[..., size]`.
-
-    The gain is added up anew each time: weights may be updated in place while serving.
-    """
     if residual is not None:
         return unfused(x, residual)
-    if has_kernels(x) and x.dim() in (2, 3) and x.stride(-1) == 1:
-        return _in_one_launch(norm, x)
-    gain = norm.weight.float() + 1.0
-    if x.dtype == torch.float32 and x.device.type == "cpu":
-        out = torch.empty(x.shape, dtype=x.dtype)
-        torch.ops._C.rms_norm(out, x.contiguous(), gain, norm.variance_epsilon)
-        return out
-    return F.rms_norm(x.float(), (x.shape[-1],), gain, norm.variance_epsilon).to(x.dtype)
-
-
-def _in_one_launch(norm: GemmaRMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """The norm of rows that need not lie side by side: queries and keys are views into a wider tensor."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads = x.shape[1] if x.dim() == 3 else 1
-    size = x.shape[-1]
-    if x.numel():
-        block = triton.next_power_of_2(size)
-        head_stride = x.stride(1) if x.dim() == 3 else 0
-        _gemma_rms_norm[x.shape[0], heads](
-            x,
-            norm.weight,
-            out,
-            x.stride(0),
-            head_stride,
-            size,
-            norm.variance_epsilon,
-            block,
-            num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
-        )
-    return out
-
-
-@triton.jit
-def _gemma_rms_norm(x_ptr, weight_ptr, out_ptr, row_stride, head_stride, size, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    x = tl.load(x_ptr + row * row_stride + head * head_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x) / size + eps)
-    out = out_ptr + (row * tl.num_programs(1) + head) * size + columns
-    tl.store(out, (x * scale * (weight + 1.0)).to(out_ptr.dtype.element_ty), mask=inside)
+    return gemma_rms_norm(x, norm.weight, norm.variance_epsilon)

@@ -167,7 +167,7 @@ class DraftPasses(ABC):
             assert inputs.history_slots is not None
             self.history.store(inputs.history_slots, window)
         hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)
-        if drafts.num_steps > self.plan.chain_length:
+        if hidden is not None:
             self._slide(window, cad, hidden, drafts)
 
     def _run_chain(
@@ -176,17 +176,19 @@ class DraftPasses(ABC):
         inputs: PassInputs,
         mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
         drafts: Drafts,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Runs every module over the window; module i makes draft i at each request's last valid row.
 
         All of them run even where fewer drafts are wanted: a row that is left out would be a hole in the cache.
 
         Returns:
-            `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows.
+            `[num_reqs, hidden_size]`, module 0's hidden states at the last valid rows, where there are drafts to make
+            after the chain's; else None.
         """
         execution = self._execution(window.num_rows, drafts)
         layers = self._prepare_layers(window.cad, window.req_indices, window.seq_positions, execution, step=0)
         token_ids, hidden = window.token_ids, window.hidden_states
+        first_hidden = None
         for module in range(self.plan.chain_length):
             # Each module reads one token further than the one before it.
             made = [inputs.next_token_ids, *drafts.token_ids]
@@ -200,7 +202,7 @@ class DraftPasses(ABC):
             for_head, for_next = self._forward(arguments, layers, window.num_rows, execution)
             if self.descriptor.hidden_states_flow:
                 hidden = for_next[: window.num_rows]
-            if module == 0:
+            if module == 0 and drafts.num_steps > self.plan.chain_length:
                 first_hidden = for_next[window.last_rows]
             if module < drafts.num_steps:
                 self._sample_step(module, for_head[window.last_rows], window, drafts)

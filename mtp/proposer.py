@@ -22,6 +22,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from mtp.fused import argmax
 from mtp.groups import build_draft_groups
 from mtp.passes import DraftPasses, Drafts, Execution
 from mtp.rows import PassInputs, StepRows
@@ -307,7 +308,7 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
             return
         logits = self.model.compute_logits(hidden, **self._selection(module))
         if drafts.sampling_metadata is None:
-            drafts.token_ids.append(logits.argmax(dim=-1))
+            drafts.token_ids.append(argmax(logits))
             return
         token_ids, probs = self._sample_from_logits(logits, drafts.sampling_metadata)
         if probs is not None:

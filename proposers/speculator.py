@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
+from mtp.fused import argmax
 from mtp.groups import bind_draft_groups
 from mtp.passes import DraftPasses, Drafts, Execution
 from mtp.rows import PassInputs, StepRows
@@ -243,6 +244,11 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
     # Drafts.
 
     def _sample_step(self, step: int, hidden: torch.Tensor, window: Window, drafts: Drafts) -> None:
+        module = self.plan.module_of_step(step)
+        if self.draft_logits is None and not self.use_local_argmax_reduction:
+            # What the host does too, but for its argmax.
+            drafts.token_ids.append(argmax(self.compute_draft_logits(hidden, module)))
+            return
         # A draw is keyed by the position before the token that it makes.
         positions = window.last_positions + (1 + step)
         num_reqs = hidden.shape[0]
@@ -254,7 +260,7 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
             self.seeds,
             self._draft_steps[step],
             self.draft_logits,
-            spec_step_idx=self.plan.module_of_step(step),
+            spec_step_idx=module,
         )
         drafts.token_ids.append(token_ids)
 

@@ -1,5 +1,6 @@
 """What every test process needs before vLLM is imported, and the state of the host between tests."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -36,3 +37,11 @@ def unpatched() -> Iterator[None]:
     compat.remove_patches()
     ledger = plugin.START_UP_FIXES + plugin.DRAFTING + plugin.EXTRACTION
     compat.apply_patches([patch for patch in ledger if patch.target in was_installed], vllm.__version__)
+
+
+@pytest.fixture
+def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM's loggers say; they hand nothing on to the root logger, which `caplog` listens to."""
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("vllm").removeHandler(caplog.handler)

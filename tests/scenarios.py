@@ -111,6 +111,25 @@ def keyed(llm: LLM) -> dict[str, Any]:
     return {"keys": [hasher.__module__, counts[0]], **state(llm)}
 
 
+def modules_against_the_hosts(llm: LLM) -> dict[str, Any]:
+    """Runs vLLM's own modules after ours on the same rows; the largest difference of each, and the rows."""
+    predictor = drafter_of(runner(llm)).model.model
+    run_module, largest, rows = predictor.forward, [0.0] * predictor.num_mtp_layers, 0
+
+    def run_both(input_ids: torch.Tensor, positions: torch.Tensor, *more: Any) -> torch.Tensor:
+        nonlocal rows
+        arguments, module = (input_ids, positions, *more), more[-1]
+        ours, theirs = run_module(*arguments), type(predictor).forward(predictor, *arguments)
+        largest[module] = max(largest[module], float((ours - theirs).abs().max()))
+        rows += len(positions)
+        return ours
+
+    predictor.forward = run_both
+    texts = held_out_prompts(llm.get_tokenizer(), 4, 150)
+    tokens = greedy(llm, [text[: 20 + 40 * i] for i, text in enumerate(texts)])
+    return {"largest": largest, "rows": rows, "tokens": tokens, **state(llm)}
+
+
 def crowded(llm: LLM) -> dict[str, Any]:
     """More requests than the KV cache can hold at once."""
     texts = held_out_prompts(llm.get_tokenizer(), 8, 100)

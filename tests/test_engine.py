@@ -40,6 +40,12 @@ def test_our_proposer_drafts_over_several_groups_and_the_log_says_so() -> None:
     assert f"First draft by {OURS}" in drafted.log
 
 
+def test_modules_of_fewer_launches_compute_what_the_hosts_do() -> None:
+    value = run(scenarios.modules_against_the_hosts, mtp(3)).value
+    assert value["rows"] > 1000
+    assert all(0 < difference < 1e-4 for difference in value["largest"]), value["largest"]
+
+
 def test_prompts_around_blocks_and_window_are_what_the_scenario_holds() -> None:
     # The lengths are written for this block size and this model's window; another would test other boundaries.
     drafted = run(scenarios.lossless, mtp(3))

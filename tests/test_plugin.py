@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,14 +64,6 @@ def test_other_methods_run_as_without_the_plugin(engine: dict[str, Any]) -> None
 @pytest.fixture
 def registered() -> None:
     register()
-
-
-@pytest.fixture
-def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM's loggers say; they hand nothing on to the root logger, which `caplog` listens to."""
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    yield caplog
-    logging.getLogger("vllm").removeHandler(caplog.handler)
 
 
 @pytest.mark.usefixtures("registered")

@@ -7,6 +7,7 @@ import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
+from mtp import fused
 from mtp.graphs import StaticInputs, fill_one_by_one
 from mtp.groups import DraftGroup
 from mtp.layers import fuse_gemma_norms
@@ -104,3 +105,89 @@ def test_norms_are_the_hosts(vllm_config, size: int, dtype: torch.dtype) -> None
         rounding = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), exact, rtol=rounding, atol=rounding)
         torch.testing.assert_close(ours, host, rtol=rounding, atol=rounding)
+
+
+def near(ours: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert ours.dtype == wanted.dtype
+    rounding = 8 * torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, wanted, rtol=rounding, atol=rounding)
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 192), (7, 4096), (0, 64)])
+def test_an_addition_and_its_norm_are_those_of_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    arguments = make(num_rows, size, dtype=dtype), make(num_rows, size, dtype=dtype), make(size, dtype=dtype), 1e-5
+    for ours, wanted in zip(
+        fused.add_gemma_rms_norm(*arguments), fused.add_gemma_rms_norm_by_ops(*arguments), strict=True
+    ):
+        near(ours, wanted)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 192), (7, 4096), (0, 64)])
+def test_embeddings_beside_hidden_states_are_those_of_the_reference(
+    num_rows: int, size: int, with_ids: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(size)
+    token_ids = torch.randint(0, 50, (num_rows,), dtype=torch.int32, device=DEVICE) if with_ids else None
+    embeddings = make(50 if with_ids else num_rows, size, dtype=dtype)
+    hidden = make(num_rows, size + 8, dtype=dtype)[:, 8:]
+    arguments = token_ids, embeddings, hidden, make(size, dtype=dtype), make(size, dtype=dtype), 1e-5
+    ours = fused.embed_norm_concat(*arguments)
+    assert ours.shape == (num_rows, 2 * size)
+    near(ours, fused.embed_norm_concat_by_ops(*arguments))
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(96, 8, 128, 128), (64, 8, 128, 64), (6, 2, 32, 16), (5, 1, 48, 24)],
+)
+def test_normed_and_rotated_heads_are_those_of_the_reference(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(heads)
+    qkv = make(3, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    query, key, _ = (x.unflatten(-1, (-1, head_dim)) for x in qkv.split(sizes, dim=-1))
+    positions = torch.tensor([0, 299, 17], device=DEVICE)
+    angles = torch.rand(300, rotary_dim // 2, device=DEVICE) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+    arguments = query, key, make(head_dim, dtype=dtype), make(head_dim, dtype=dtype), 1e-5, positions, cos_sin
+    for ours, wanted in zip(fused.norm_rope(*arguments), fused.norm_rope_by_ops(*arguments), strict=True):
+        assert ours.is_contiguous()
+        near(ours, wanted)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize(("heads", "head_dim"), [(96, 128), (6, 32), (1, 7)])
+def test_gated_heads_are_those_of_the_reference(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(heads)
+    x, gates = make(5, heads * head_dim, dtype=dtype), make(5, heads + 3, dtype=dtype)[:, 1 : heads + 1]
+    near(fused.gate_heads(x, gates), fused.gate_heads_by_ops(x, gates))
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("vocab_size", [1, 1000, 4096, 32768, 128_815])
+def test_an_argmax_is_the_first_of_the_largest(vocab_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab_size)
+    logits = make(4, vocab_size + 5, dtype=dtype)[:, :vocab_size]
+    logits[1, vocab_size // 2 :] = 50.0
+    logits[2] = -float("inf")
+    logits[3, ::2] = float("nan")
+    logits[3, -1] = 60.0
+    wanted = [int(logits[0].float().cpu().argmax()), vocab_size // 2, 0, vocab_size - 1]
+    assert fused.argmax(logits).tolist() == wanted
+
+
+def test_an_argmax_of_nothing_but_nan_is_a_token() -> None:
+    assert fused.argmax(make(2, 4097) * float("nan")).tolist() == [0, 0]
