@@ -75,10 +75,15 @@ def apply_patches(patches: Sequence[Patch], vllm_version: str) -> None:
 
 
 def source_digest(*functions: Callable[..., Any]) -> str:
-    """Names the text of functions of the host which something here stands in for; empty where there is no source."""
+    """Names the text of functions of the host which something here stands in for.
+
+    Empty where there is none to be read, or where somebody has put another function before one of them.
+    """
     try:
         text = "".join(inspect.getsource(function) for function in functions)
-    except OSError:
+    except (OSError, TypeError):
+        return ""
+    if any(hasattr(function, "__wrapped__") for function in functions):
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

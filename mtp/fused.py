@@ -1,8 +1,8 @@
-"""What stands between the products of a decoder layer, as one launch each.
+"""What stands between the products of a decoder layer, as one launch each, and an argmax as two.
 
-Each function has its PyTorch version below it by the name of `..._by_ops`: the reference, and what runs on a CPU. In
-16-bit they round where the host's own operations do, except that a head is not rounded between its norm and its
-rotation.
+A function has its PyTorch version below it by the name of `..._by_ops`: the reference, and what runs on a CPU. In
+16-bit they round where the host's own operations do, except that a head stays in float32 from its norm through its
+rotation. All tensors of a call are on one device and, if not said otherwise, of one dtype.
 """
 
 import torch
@@ -37,11 +37,10 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     if not (has_kernels(x) and x.dim() in (2, 3) and x.stride(-1) == 1):
         return gemma_rms_norm_by_ops(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    heads = x.shape[1] if x.dim() == 3 else 1
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     size = x.shape[-1]
     if x.numel():
         block = triton.next_power_of_2(size)
-        head_stride = x.stride(1) if x.dim() == 3 else 0
         _gemma_rms_norm[x.shape[0], heads](
             x, weight, out, x.stride(0), head_stride, size, eps, block, num_warps=_warps(block)
         )
@@ -219,9 +218,9 @@ def norm_rope(
     """Queries and keys, each head normed and rotated by its row's position (in halves, as GPT-NeoX does it).
 
     Args:
-        query, key: `[num_rows, heads, head_dim]`, of one dtype; each a view into a wider tensor if need be.
-        positions: `[num_rows]` int64.
-        cos_sin: `[max_position, rotary_dim]`: the cosines, then the sines.
+        query, key: `[num_rows, heads, head_dim]`, each a view into a wider tensor if need be.
+        positions: `[num_rows]` integers.
+        cos_sin: `[max_position, rotary_dim]` of any dtype: the cosines, then the sines.
 
     Returns:
         both, contiguous.
@@ -357,7 +356,7 @@ def gate_heads(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
 
 def gate_heads_by_ops(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     heads = gates.shape[1]
-    return (x.view(x.shape[0], heads, -1) * gates.unsqueeze(-1).sigmoid()).view(x.shape)
+    return (x.view(-1, heads, x.shape[1] // heads) * gates.unsqueeze(-1).sigmoid()).view(x.shape)
 
 
 @triton.jit
@@ -381,7 +380,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     A row of a vocabulary is split among programs: PyTorch gives each to one.
 
     Args:
-        logits: `[num_rows, vocab_size]`; NaN counts as the smallest.
+        logits: `[num_rows, vocab_size]`. Where there is NaN, what comes is some token: on CUDA of the largest number.
 
     Returns:
         `[num_rows]` int64.

@@ -1,8 +1,8 @@
-"""Layers of a draft as one kernel each.
+"""Layers of a draft as one kernel each, wherever they stand in the model.
 
 A draft is not compiled, but the host chooses a layer's implementation for a model that is: `GemmaRMSNorm` is a chain of
-seven launches behind a dispatcher, a rotary embedding one of sixteen. A pass of three modules has more than twenty of
-the former and three of the latter, so on small batches they are a good part of its time.
+seven launches behind a dispatcher, a rotary embedding one of sixteen. What a model can have beyond that, with kernels
+across layers, is its own matter (`mtp/fused.py`, `proposers/step3p5.py`).
 """
 
 import copy

@@ -81,6 +81,16 @@ def _restore_layer_types(original: Any) -> Any:
     return hf_config_override
 
 
+def _heads_of_the_targets_layers(original: Any) -> Any:
+    def _get_num_attention_heads(config: Any, layer_idx: int, layer_type: str) -> int:
+        if layer_idx >= config.num_hidden_layers and layer_type in config.layer_types:
+            layer_idx = config.layer_types.index(layer_type)
+        heads: int = original(config, layer_idx, layer_type)
+        return heads
+
+    return _get_num_attention_heads
+
+
 START_UP_FIXES = (
     Patch(
         target="vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__",
@@ -100,6 +110,16 @@ START_UP_FIXES = (
         upstream="vllm-project/vllm#40000",
         until="vLLM 0.32 is no longer supported",
         versions=SpecifierSet("<0.33"),
+    ),
+    Patch(
+        target="vllm.model_executor.models.step3p5:_get_num_attention_heads",
+        parameters=("config", "layer_idx", "layer_type"),
+        replace=_heads_of_the_targets_layers,
+        why="heads of layers with full attention are looked up in the target's list, which the MTP layers lie past: a "
+        "draft with such a layer fails to start (IndexError). A layer of the target of the same type has as many.",
+        upstream="none yet",
+        until="vLLM looks up the heads of MTP layers",
+        versions=SpecifierSet(">=0.33", prereleases=True),
     ),
 )
 
@@ -537,6 +557,14 @@ def _bill_rows(original: Any) -> Any:
     return _pool_bytes_per_block
 
 
+def _bill_rows_of_builder(original: Any) -> Any:
+    def _pool_bytes_per_block_from_builder(builder: Any, vllm_config: Any, kv_cache_groups: Any) -> int:
+        bytes_per_block: int = original(builder, vllm_config, kv_cache_groups)
+        return bytes_per_block + _row_bytes_per_block(vllm_config, kv_cache_groups)
+
+    return _pool_bytes_per_block_from_builder
+
+
 def _leave_room_for_rows(original: Any) -> Any:
     def get_kv_cache_config_from_groups(vllm_config: Any, kv_cache_groups: Any, available_memory: int) -> Any:
         if row_bytes := _row_bytes_per_block(vllm_config, kv_cache_groups):
@@ -649,6 +677,16 @@ EXTRACTION = (
         why="a block of the pool costs its rows too, wherever the host checks that memory suffices.",
         upstream="none yet",
         until="a KVCacheConfig can hold supplementary tensors",
+        versions=SpecifierSet("<0.33"),
+    ),
+    Patch(
+        target="vllm.v1.core.kv_cache_planning:_pool_bytes_per_block_from_builder",
+        parameters=("builder", "vllm_config", "kv_cache_groups"),
+        replace=_bill_rows_of_builder,
+        why="a block of the pool costs its rows too: both what memory suffices for and the number of blocks are by it.",
+        upstream="none yet",
+        until="a KVCacheConfig can hold supplementary tensors",
+        versions=SpecifierSet(">=0.33", prereleases=True),
     ),
     Patch(
         target="vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
@@ -657,6 +695,7 @@ EXTRACTION = (
         why="the number of blocks is what remains after the rows have had their share.",
         upstream="none yet",
         until="a KVCacheConfig can hold supplementary tensors",
+        versions=SpecifierSet("<0.33"),
     ),
     Patch(
         target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",

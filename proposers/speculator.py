@@ -246,7 +246,7 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
     def _sample_step(self, step: int, hidden: torch.Tensor, window: Window, drafts: Drafts) -> None:
         module = self.plan.module_of_step(step)
         if self.draft_logits is None and not self.use_local_argmax_reduction:
-            # What the host does too, but for its argmax.
+            # As the host's `sample_draft`, but for its argmax, and for adaptive verification, which is refused.
             drafts.token_ids.append(argmax(self.compute_draft_logits(hidden, module)))
             return
         # A draw is keyed by the position before the token that it makes.

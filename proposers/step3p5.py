@@ -8,6 +8,7 @@ import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig, replace
 from vllm.logger import init_logger
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.models.step3p5 import Step3p5Attention, Step3p5DecoderLayer
@@ -16,6 +17,7 @@ from vllm.model_executor.models.utils import get_draft_quant_config
 
 from mtp.compat import source_digest
 from mtp.fused import add_gemma_rms_norm, embed_norm_concat, gate_heads, gemma_rms_norm, norm_rope
+from mtp.kernels import has_kernels
 from mtp.layers import fuse_layers
 from mtp.passes import DraftPasses
 from mtp.proposer import MultiGroupProposer
@@ -58,10 +60,26 @@ def fuse_modules(predictor: nn.Module) -> bool:
     """
     if envs.VLLM_BATCH_INVARIANT:
         return False
-    if forwards_of_the_host() != KNOWN_FORWARDS:
-        logger.info("This vLLM's Step-3.5 modules are others than those known, so they run as they are, and slower.")
+    if not _is_known(predictor):
+        logger.info("These Step-3.5 modules are others than those known, so they run as they are, and slower.")
         return False
     predictor.forward = functools.partial(run_module, predictor)
+    return True
+
+
+def _is_known(predictor: Any) -> bool:
+    """Whether all of the modules are vLLM's own, and of a release that is known: others may compute something else."""
+    if forwards_of_the_host() != KNOWN_FORWARDS or type(predictor) is not Step3p5AMultiTokenPredictor:
+        return False
+    for module in predictor.layers.values():
+        if type(module) is not Step3p5AMultiTokenPredictorLayer or type(module.mtp_block) is not Step3p5DecoderLayer:
+            return False
+        layer, attention = module.mtp_block, module.mtp_block.self_attn
+        norms = (module.enorm, module.hnorm, layer.input_layernorm, layer.post_attention_layernorm)
+        if any(type(norm) is not GemmaRMSNorm for norm in (*norms, attention.q_norm, attention.k_norm)):
+            return False
+        if type(attention) is not Step3p5Attention:
+            return False
     return True
 
 
@@ -116,7 +134,8 @@ def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> to
     query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     query, key = (x.unflatten(-1, (-1, attention.head_dim)) for x in (query, key))
     rotary = attention.rotary_emb
-    if attention.use_rope and _turns_halves(rotary):
+    # On a CPU vLLM's own kernels for the two are the quicker.
+    if has_kernels(query) and attention.use_rope and _turns_halves(rotary):
         query_norm, key_norm = attention.q_norm, attention.k_norm
         query, key = norm_rope(
             query,
@@ -125,7 +144,7 @@ def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> to
             key_norm.weight,
             query_norm.variance_epsilon,
             positions,
-            rotary.cos_sin_cache,
+            rotary._match_cos_sin_cache_dtype(query),
         )
         query, key = query.flatten(1), key.flatten(1)
     else:

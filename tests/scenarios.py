@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams
 
 from bench.corpus import held_out_prompts
 from bench.worker import drafter_of
+from proposers import step3p5
 
 MAX_MODEL_LEN = 320
 MAX_TOKENS = 40
@@ -111,8 +112,14 @@ def keyed(llm: LLM) -> dict[str, Any]:
     return {"keys": [hasher.__module__, counts[0]], **state(llm)}
 
 
-def modules_against_the_hosts(llm: LLM) -> dict[str, Any]:
-    """Runs vLLM's own modules after ours on the same rows; the largest difference of each, and the rows."""
+def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]:
+    """Runs vLLM's own modules after ours on the same rows; the largest difference of each, and the rows.
+
+    Args:
+        as_with_kernels: what is fused on CUDA only is fused here too, in its PyTorch version.
+    """
+    if as_with_kernels:
+        step3p5.has_kernels = lambda x: True
     predictor = drafter_of(runner(llm)).model.model
     run_module, largest, rows = predictor.forward, [0.0] * predictor.num_mtp_layers, 0
 
@@ -127,7 +134,8 @@ def modules_against_the_hosts(llm: LLM) -> dict[str, Any]:
     predictor.forward = run_both
     texts = held_out_prompts(llm.get_tokenizer(), 4, 150)
     tokens = greedy(llm, [text[: 20 + 40 * i] for i, text in enumerate(texts)])
-    return {"largest": largest, "rows": rows, "tokens": tokens, **state(llm)}
+    fused = run_module.func is step3p5.run_module
+    return {"largest": largest, "rows": rows, "fused": fused, "tokens": tokens, **state(llm)}
 
 
 def crowded(llm: LLM) -> dict[str, Any]:

@@ -117,10 +117,10 @@ def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-@BOTH_DTYPES
+@DTYPES
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 192), (7, 4096), (0, 64)])
 def test_an_addition_and_its_norm_are_those_of_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
@@ -131,7 +131,7 @@ def test_an_addition_and_its_norm_are_those_of_the_reference(num_rows: int, size
         near(ours, wanted)
 
 
-@BOTH_DTYPES
+@DTYPES
 @pytest.mark.parametrize("with_ids", [True, False])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 192), (7, 4096), (0, 64)])
 def test_embeddings_beside_hidden_states_are_those_of_the_reference(
@@ -147,7 +147,7 @@ def test_embeddings_beside_hidden_states_are_those_of_the_reference(
     near(ours, fused.embed_norm_concat_by_ops(*arguments))
 
 
-@BOTH_DTYPES
+@DTYPES
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim"),
     [(96, 8, 128, 128), (64, 8, 128, 64), (6, 2, 32, 16), (5, 1, 48, 24)],
@@ -159,24 +159,26 @@ def test_normed_and_rotated_heads_are_those_of_the_reference(
     qkv = make(3, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     query, key, _ = (x.unflatten(-1, (-1, head_dim)) for x in qkv.split(sizes, dim=-1))
-    positions = torch.tensor([0, 299, 17], device=DEVICE)
     angles = torch.rand(300, rotary_dim // 2, device=DEVICE) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
-    arguments = query, key, make(head_dim, dtype=dtype), make(head_dim, dtype=dtype), 1e-5, positions, cos_sin
-    for ours, wanted in zip(fused.norm_rope(*arguments), fused.norm_rope_by_ops(*arguments), strict=True):
-        assert ours.is_contiguous()
-        near(ours, wanted)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    weights = make(head_dim, dtype=dtype), make(head_dim, dtype=dtype)
+    for positions, cos_sin in (([0, 299, 17], table.to(dtype)), ([5, 0, 299], table)):
+        for integer in (torch.int64, torch.int32):
+            arguments = query, key, *weights, 1e-5, torch.tensor(positions, dtype=integer, device=DEVICE), cos_sin
+            for ours, wanted in zip(fused.norm_rope(*arguments), fused.norm_rope_by_ops(*arguments), strict=True):
+                assert ours.is_contiguous()
+                near(ours, wanted)
 
 
-@BOTH_DTYPES
-@pytest.mark.parametrize(("heads", "head_dim"), [(96, 128), (6, 32), (1, 7)])
-def test_gated_heads_are_those_of_the_reference(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "heads", "head_dim"), [(5, 96, 128), (5, 6, 32), (5, 1, 7), (0, 3, 32)])
+def test_gated_heads_are_those_of_the_reference(num_rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(heads)
-    x, gates = make(5, heads * head_dim, dtype=dtype), make(5, heads + 3, dtype=dtype)[:, 1 : heads + 1]
+    x, gates = make(num_rows, heads * head_dim, dtype=dtype), make(num_rows, heads + 3, dtype=dtype)[:, 1 : heads + 1]
     near(fused.gate_heads(x, gates), fused.gate_heads_by_ops(x, gates))
 
 
-@BOTH_DTYPES
+@DTYPES
 @pytest.mark.parametrize("vocab_size", [1, 1000, 4096, 32768, 128_815])
 def test_an_argmax_is_the_first_of_the_largest(vocab_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab_size)
