@@ -3,6 +3,7 @@
 `python -m tests.layouts` prints the table.
 """
 
+import importlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     HiddenStateCacheSpec,
@@ -34,6 +35,18 @@ from tests.extraction import extract
 
 BF16 = torch.bfloat16
 AVAILABLE = 20 << 30
+
+
+def get_kv_cache_configs(
+    config: VllmConfig, specs: list[dict[str, KVCacheSpec]], available: list[int]
+) -> list[KVCacheConfig]:
+    """vLLM's, of one worker each."""
+    try:
+        planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ImportError:  # before 0.33
+        planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        return planning.get_kv_cache_configs(config, specs, available)
+    return planning.get_kv_cache_configs(config, specs, available, planning.get_global_kv_cache_groups(config, specs))
 
 
 @dataclass(frozen=True)
