@@ -4,13 +4,15 @@ vLLM's `external_launcher` has every rank schedule for itself, so what one proce
 drafter, all of them can. Every rank compares the key and value heads that are its own, and its drafts.
 """
 
+import fcntl
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from tests.engine import ROOT, child_environment
@@ -41,7 +43,7 @@ def run_on_ranks(
         RuntimeError: a rank failed; the message ends with what it printed.
     """
     port = str(free_port())
-    with TemporaryDirectory() as folder:
+    with _one_at_a_time(), TemporaryDirectory() as folder:
         outputs = [Path(folder, f"rank-{rank}.txt") for rank in range(setup.ranks)]
         processes = []
         try:
@@ -66,6 +68,14 @@ def run_on_ranks(
                 process.kill()
                 process.wait()
         return [json.loads(output.read_text().splitlines()[-1]) for output in outputs]
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """vLLM gives the shared memory of all engines on the CPU whose ranks are started from outside the same name."""
+    with Path(gettempdir(), "vllm-mtp-proposers-ranks.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path]) -> None:
