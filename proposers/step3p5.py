@@ -71,16 +71,18 @@ def _is_known(predictor: Any) -> bool:
     """Whether all of the modules are vLLM's own, and of a release that is known: others may compute something else."""
     if forwards_of_the_host() != KNOWN_FORWARDS or type(predictor) is not Step3p5AMultiTokenPredictor:
         return False
-    for module in predictor.layers.values():
-        if type(module) is not Step3p5AMultiTokenPredictorLayer or type(module.mtp_block) is not Step3p5DecoderLayer:
-            return False
-        layer, attention = module.mtp_block, module.mtp_block.self_attn
-        norms = (module.enorm, module.hnorm, layer.input_layernorm, layer.post_attention_layernorm)
-        if any(type(norm) is not GemmaRMSNorm for norm in (*norms, attention.q_norm, attention.k_norm)):
-            return False
-        if type(attention) is not Step3p5Attention:
-            return False
-    return True
+    return all(_is_known_module(module) for module in predictor.layers.values())
+
+
+def _is_known_module(module: Any) -> bool:
+    # From the outside in: what isn't vLLM's may not have what is asked for next.
+    if type(module) is not Step3p5AMultiTokenPredictorLayer or type(module.mtp_block) is not Step3p5DecoderLayer:
+        return False
+    layer, attention = module.mtp_block, module.mtp_block.self_attn
+    if type(attention) is not Step3p5Attention:
+        return False
+    norms = (module.enorm, module.hnorm, layer.input_layernorm, layer.post_attention_layernorm)
+    return all(type(norm) is GemmaRMSNorm for norm in (*norms, attention.q_norm, attention.k_norm))
 
 
 def forwards_of_the_host() -> str:

@@ -14,7 +14,7 @@ from proposers import step3p5
 from proposers.step3p5 import fuse_modules
 
 
-class AnotherNorm(nn.Module):
+class Another(nn.Module):
     pass
 
 
@@ -47,7 +47,11 @@ def of_a_subclass(predictor: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def with_another_norm(predictor: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    next(iter(predictor.layers.values())).mtp_block.self_attn.k_norm = AnotherNorm()
+    next(iter(predictor.layers.values())).mtp_block.self_attn.k_norm = Another()
+
+
+def with_another_attention(predictor: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    next(iter(predictor.layers.values())).mtp_block.self_attn = Another()
 
 
 def of_another_release(predictor: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +63,9 @@ def wrapped_by_somebody(predictor: nn.Module, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Step3p5DecoderLayer, "forward", functools.wraps(original)(lambda *x: original(*x)))
 
 
-@pytest.mark.parametrize("made", [of_a_subclass, with_another_norm, of_another_release, wrapped_by_somebody])
+@pytest.mark.parametrize(
+    "made", [of_a_subclass, with_another_norm, with_another_attention, of_another_release, wrapped_by_somebody]
+)
 def test_other_modules_stay_as_they_are_and_a_line_says_so(
     made: Callable[..., None],
     predictor: nn.Module,
