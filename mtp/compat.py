@@ -46,6 +46,9 @@ class Patch:
     until: str
     versions: SpecifierSet = SUPPORTED_VLLM
 
+    def is_for(self, vllm_version: str) -> bool:
+        return Version(vllm_version).base_version in self.versions
+
 
 def check_vllm_version(version: str) -> None:
     """Raises `HostMismatchError` for a vLLM release outside `SUPPORTED_VLLM`."""
@@ -62,8 +65,7 @@ def apply_patches(patches: Sequence[Patch], vllm_version: str) -> None:
     Raises:
         HostMismatchError: a target is missing or has other parameters; nothing was changed.
     """
-    base = Version(vllm_version).base_version
-    pending = [p for p in patches if base in p.versions and p.target not in _originals]
+    pending = [p for p in patches if p.is_for(vllm_version) and p.target not in _originals]
     resolved = [(patch, *_resolve(patch)) for patch in pending]
     for patch, owner, name, original in resolved:
         _originals[patch.target] = original

@@ -119,7 +119,7 @@ START_UP_FIXES = (
         "draft with such a layer fails to start (IndexError). A layer of the target of the same type has as many.",
         upstream="none yet",
         until="vLLM looks up the heads of MTP layers",
-        versions=SpecifierSet(">=0.33", prereleases=True),
+        versions=SpecifierSet(">=0.33"),
     ),
 )
 
@@ -550,19 +550,12 @@ def _with_rows(runner: Any, kv_cache_config: Any, context: Any, allocate: Callab
 
 
 def _bill_rows(original: Any) -> Any:
-    def _pool_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
-        bytes_per_block: int = original(vllm_config, kv_cache_groups)
+    def pool_bytes_per_block(*arguments: Any) -> int:
+        *_, vllm_config, kv_cache_groups = arguments  # after the builder, where there is one
+        bytes_per_block: int = original(*arguments)
         return bytes_per_block + _row_bytes_per_block(vllm_config, kv_cache_groups)
 
-    return _pool_bytes_per_block
-
-
-def _bill_rows_of_builder(original: Any) -> Any:
-    def _pool_bytes_per_block_from_builder(builder: Any, vllm_config: Any, kv_cache_groups: Any) -> int:
-        bytes_per_block: int = original(builder, vllm_config, kv_cache_groups)
-        return bytes_per_block + _row_bytes_per_block(vllm_config, kv_cache_groups)
-
-    return _pool_bytes_per_block_from_builder
+    return pool_bytes_per_block
 
 
 def _leave_room_for_rows(original: Any) -> Any:
@@ -682,11 +675,11 @@ EXTRACTION = (
     Patch(
         target="vllm.v1.core.kv_cache_planning:_pool_bytes_per_block_from_builder",
         parameters=("builder", "vllm_config", "kv_cache_groups"),
-        replace=_bill_rows_of_builder,
+        replace=_bill_rows,
         why="a block of the pool costs its rows too: both what memory suffices for and the number of blocks are by it.",
         upstream="none yet",
         until="a KVCacheConfig can hold supplementary tensors",
-        versions=SpecifierSet(">=0.33", prereleases=True),
+        versions=SpecifierSet(">=0.33"),
     ),
     Patch(
         target="vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",

@@ -40,7 +40,7 @@ AVAILABLE = 20 << 30
 def get_kv_cache_configs(
     config: VllmConfig, specs: list[dict[str, KVCacheSpec]], available: list[int]
 ) -> list[KVCacheConfig]:
-    """vLLM's, of one worker each."""
+    """vLLM's own, which releases have in different places: the layout of each worker."""
     try:
         planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
     except ImportError:  # before 0.33

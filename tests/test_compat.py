@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import vllm
-from packaging.version import Version
 from vllm.config.speculative import SpeculativeConfig
 
 from mtp import compat
@@ -20,7 +19,7 @@ from proposers.plugin import DRAFTING, EXTRACTION, START_UP_FIXES, register
 
 LEDGER = START_UP_FIXES + DRAFTING + EXTRACTION
 # What the installed release needs. The rest is there for another one, on which these tests run as well.
-NEEDED = [entry for entry in LEDGER if Version(vllm.__version__).base_version in entry.versions]
+NEEDED = [entry for entry in LEDGER if entry.is_for(vllm.__version__)]
 HOST = "host_of_compat_tests"
 
 
