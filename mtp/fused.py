@@ -75,42 +75,67 @@ def _gemma_rms_norm(x_ptr, weight_ptr, out_ptr, row_stride, head_stride, size, e
 
 
 def add_gemma_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream after a sublayer, and its norm, which the next one takes.
 
     Args:
-        x, residual: `[num_rows, size]`.
+        x: `[num_rows, size]`.
+        residual: the same; where there are `rows`, of at least as many as these name.
+        rows: `[num_rows]` integers, the rows of `residual` that those of `x` belong to; None: the same.
 
     Returns:
-        both of the shape of `x`.
+        both of the shape of `x`, and memory of their own.
     """
     if not (has_kernels(x) and x.is_contiguous() and residual.is_contiguous()):
-        return add_gemma_rms_norm_by_ops(x, residual, weight, eps)
+        return add_gemma_rms_norm_by_ops(x, residual, weight, eps, rows)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
     if x.numel():
         block = triton.next_power_of_2(size)
         _add_gemma_rms_norm[(x.shape[0],)](
-            x, residual, weight, total, normed, size, eps, block, num_warps=_warps(block)
+            x,
+            residual,
+            weight,
+            x if rows is None else rows,
+            total,
+            normed,
+            size,
+            eps,
+            rows is not None,
+            block,
+            num_warps=_warps(block),
         )
     return total, normed
 
 
 def add_gemma_rms_norm_by_ops(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + residual
+    total = x + (residual if rows is None else residual[rows])
     return total, gemma_rms_norm_by_ops(total, weight, eps)
 
 
 @triton.jit
-def _add_gemma_rms_norm(x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr):
+def _add_gemma_rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    rows_ptr,
+    total_ptr,
+    normed_ptr,
+    size,
+    eps,
+    HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows_ptr + row).to(tl.int64) if HAS_ROWS else row
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    at = tl.program_id(0).to(tl.int64) * size + columns
+    at = row * size + columns
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + source * size + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
     total = (x + residual).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + at, total, mask=inside)
@@ -336,38 +361,52 @@ def _norm_rope(
     tl.store(out_ptr + columns[None, :], (out * scale).to(out_query_ptr.dtype.element_ty), mask=inside)
 
 
-def gate_heads(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+def gate_heads(x: torch.Tensor, gates: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Scales every head of attention's output by the sigmoid of its gate (arXiv 2505.06708).
 
     Args:
         x: `[num_rows, heads * head_dim]`.
         gates: `[num_rows, heads]`.
+        rows: `[num_wanted]` integers, the rows that are wanted; None: all.
     """
     if not (has_kernels(x) and x.is_contiguous() and gates.stride(-1) == 1):
-        return gate_heads_by_ops(x, gates)
-    out = torch.empty_like(x)
-    num_rows, size = x.shape
-    if x.numel():
-        _gate_heads[num_rows, triton.cdiv(size, GATED_BLOCK)](
-            x, gates, out, gates.stride(0), size, size // gates.shape[1], GATED_BLOCK
+        return gate_heads_by_ops(x, gates, rows)
+    size, num_wanted = x.shape[1], x.shape[0] if rows is None else rows.shape[0]
+    out = torch.empty(num_wanted, size, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _gate_heads[num_wanted, triton.cdiv(size, GATED_BLOCK)](
+            x,
+            gates,
+            x if rows is None else rows,
+            out,
+            gates.stride(0),
+            size,
+            size // gates.shape[1],
+            rows is not None,
+            GATED_BLOCK,
         )
     return out
 
 
-def gate_heads_by_ops(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+def gate_heads_by_ops(x: torch.Tensor, gates: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    if rows is not None:
+        x, gates = x[rows], gates[rows]
     heads = gates.shape[1]
     return (x.view(-1, heads, x.shape[1] // heads) * gates.unsqueeze(-1).sigmoid()).view(x.shape)
 
 
 @triton.jit
-def _gate_heads(x_ptr, gates_ptr, out_ptr, gate_stride, size, head_dim, BLOCK: tl.constexpr):
+def _gate_heads(
+    x_ptr, gates_ptr, rows_ptr, out_ptr, gate_stride, size, head_dim, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows_ptr + row).to(tl.int64) if HAS_ROWS else row
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     dtype = out_ptr.dtype.element_ty
-    gates = tl.load(gates_ptr + row * gate_stride + columns // head_dim, mask=inside, other=0.0)
+    gates = tl.load(gates_ptr + source * gate_stride + columns // head_dim, mask=inside, other=0.0)
     scale = tl.sigmoid(gates.to(tl.float32)).to(dtype).to(tl.float32)
-    x = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + source * size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + columns, (x * scale).to(dtype), mask=inside)
 
 

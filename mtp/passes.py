@@ -20,7 +20,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.graphs import PassGraphs
-from mtp.groups import DraftGroups
+from mtp.groups import DraftGroups, leave_sequences_whole
 from mtp.kernels import has_kernels
 from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
@@ -145,6 +145,17 @@ class DraftPasses(ABC):
         """Greedy tokens `[num_reqs]` by the module's head, reduced over tensor-parallel ranks without its logits."""
         return self.model.get_top_tokens(hidden)
 
+    def run_model(self, inputs: dict[str, Any], wanted: torch.Tensor | None) -> Any:
+        """What the model returns for the rows that are wanted; all of them go into the cache.
+
+        Args:
+            wanted: `[num_wanted]` int64, rows of `inputs`; None: all.
+        """
+        output = self.model(**inputs)
+        if wanted is None:
+            return output
+        return tuple(x[wanted] for x in output) if isinstance(output, tuple) else output[wanted]
+
     def prepare_model(self) -> None:  # noqa: B027 - most need nothing
         """Called once the draft model is loaded."""
 
@@ -199,13 +210,16 @@ class DraftPasses(ABC):
             arguments = self._model_inputs(
                 module, token_ids, window.positions, hidden, execution.num_input_tokens, mm_embed_inputs
             )
-            for_head, for_next = self._forward(arguments, layers, window.num_rows, execution)
-            if self.descriptor.hidden_states_flow:
+            feeds_next = self.descriptor.hidden_states_flow and module + 1 < self.plan.chain_length
+            wanted = None if feeds_next else window.last_rows
+            for_head, for_next = self._forward(arguments, layers, window.num_rows, execution, wanted)
+            last_rows = window.last_rows if wanted is None else slice(None)
+            if feeds_next:
                 hidden = for_next[: window.num_rows]
             if module == 0 and drafts.num_steps > self.plan.chain_length:
-                first_hidden = for_next[window.last_rows]
+                first_hidden = for_next[last_rows]
             if module < drafts.num_steps:
-                self._sample_step(module, for_head[window.last_rows], window, drafts)
+                self._sample_step(module, for_head[last_rows], window, drafts)
         return first_hidden
 
     @staticmethod
@@ -278,9 +292,18 @@ class DraftPasses(ABC):
         return self._plan_execution(num_rows)
 
     def _forward(
-        self, inputs: dict[str, Any], layers: Layers, num_rows: int, execution: Execution
+        self,
+        inputs: dict[str, Any],
+        layers: Layers,
+        num_rows: int,
+        execution: Execution,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs one module; returns the hidden states that its head and that the next step take."""
+        """Runs one module; returns the hidden states that its head and that the next step take.
+
+        Args:
+            wanted: as for `run_model`.
+        """
         self._prepare_eplb(num_rows)
         with set_forward_context(
             layers.attn_metadata,
@@ -290,7 +313,7 @@ class DraftPasses(ABC):
             cudagraph_runtime_mode=execution.mode,
             slot_mapping=layers.slot_mapping,
         ):
-            output = self.model(**inputs)
+            output = self.run_model(inputs, wanted)
         return output if isinstance(output, tuple) else (output, output)
 
     def _prepare_layers(
@@ -320,6 +343,7 @@ class DraftPasses(ABC):
                 ),
                 step,
             )
+            leave_sequences_whole(metadata, attn.kv_cache_spec, cad.num_reqs)
             self._check_metadata(attn.layer_names, metadata)
             per_layer.update(dict.fromkeys(attn.layer_names, metadata))
         return Layers(per_layer, groups.slot_mapping_by_layer(execution.num_input_tokens))

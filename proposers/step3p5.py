@@ -4,15 +4,27 @@ import functools
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.utils import default_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-from vllm.model_executor.models.step3p5 import Step3p5Attention, Step3p5DecoderLayer
-from vllm.model_executor.models.step3p5_mtp import Step3p5AMultiTokenPredictor, Step3p5AMultiTokenPredictorLayer
+from vllm.model_executor.models.step3p5 import Step3p5Attention, Step3p5DecoderLayer, Step3p5MLP
+from vllm.model_executor.models.step3p5_mtp import (
+    Step3p5AMultiTokenPredictor,
+    Step3p5AMultiTokenPredictorLayer,
+    Step3p5MTP,
+)
 from vllm.model_executor.models.utils import get_draft_quant_config
 
 from mtp.compat import source_digest
@@ -26,7 +38,10 @@ from mtp.steps import DraftDescriptor
 logger = init_logger(f"vllm.{__name__}")
 
 # The forwards of vLLM 0.32 and 0.33 that `run_module` computes the same as.
-KNOWN_FORWARDS = "e1dd7f0ebbb6ac0a"
+KNOWN_FORWARDS = "3a7f9e8ee00e6e35"
+
+# Bytes: kernels read rows of values in pieces of so many.
+ROW_ALIGNMENT = 16
 
 
 class Step3p5Passes(DraftPasses):
@@ -36,7 +51,10 @@ class Step3p5Passes(DraftPasses):
 
     def prepare_model(self) -> None:
         fuse_layers(self.model, self.vllm_config)
-        fuse_modules(self.model.model)
+        self._is_fused = fuse_modules(self.model)
+
+    def run_model(self, inputs: dict[str, Any], wanted: torch.Tensor | None) -> Any:
+        return self.model(**inputs, wanted=wanted) if self._is_fused else super().run_model(inputs, wanted)
 
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """The host's Step3p5MTP has no such method, so the module's head is asked directly."""
@@ -52,26 +70,30 @@ class Step3p5Proposer(Step3p5Passes, MultiGroupProposer):
         return replace(base, model_config=self.draft_model_config, quant_config=get_draft_quant_config(base))
 
 
-def fuse_modules(predictor: nn.Module) -> bool:
-    """Has the modules run as `run_module`, unless in batch-invariant mode, or where they are not those it knows.
+def fuse_modules(model: Any) -> bool:
+    """Has a `Step3p5MTP` run as `run_module`, unless in batch-invariant mode, or where it is not what that knows.
 
     Returns:
-        whether they do.
+        whether it does.
     """
     if envs.VLLM_BATCH_INVARIANT:
         return False
-    if not _is_known(predictor):
+    if not _is_known(model):
         logger.info("These Step-3.5 modules are others than those known, so they run as they are, and slower.")
         return False
-    predictor.forward = functools.partial(run_module, predictor)
+    for module in model.model.layers.values():
+        _store_side_by_side(module.mtp_block.self_attn)
+    model.forward = functools.partial(run_module, model.model)
     return True
 
 
-def _is_known(predictor: Any) -> bool:
+def _is_known(model: Any) -> bool:
     """Whether all of the modules are vLLM's own, and of a release that is known: others may compute something else."""
-    if forwards_of_the_host() != KNOWN_FORWARDS or type(predictor) is not Step3p5AMultiTokenPredictor:
+    if forwards_of_the_host() != KNOWN_FORWARDS or type(model) is not Step3p5MTP:
         return False
-    return all(_is_known_module(module) for module in predictor.layers.values())
+    if type(model.model) is not Step3p5AMultiTokenPredictor:
+        return False
+    return all(_is_known_module(module) for module in model.model.layers.values())
 
 
 def _is_known_module(module: Any) -> bool:
@@ -79,36 +101,40 @@ def _is_known_module(module: Any) -> bool:
     if type(module) is not Step3p5AMultiTokenPredictorLayer or type(module.mtp_block) is not Step3p5DecoderLayer:
         return False
     layer, attention = module.mtp_block, module.mtp_block.self_attn
-    if type(attention) is not Step3p5Attention:
+    if type(attention) is not Step3p5Attention or not (layer.use_moe or type(layer.mlp) is Step3p5MLP):
         return False
     norms = (module.enorm, module.hnorm, layer.input_layernorm, layer.post_attention_layernorm)
     return all(type(norm) is GemmaRMSNorm for norm in (*norms, attention.q_norm, attention.k_norm))
 
 
 def forwards_of_the_host() -> str:
-    modules = Step3p5AMultiTokenPredictor, Step3p5AMultiTokenPredictorLayer, Step3p5DecoderLayer, Step3p5Attention
-    return source_digest(*(module.forward for module in modules))
+    model = Step3p5MTP, Step3p5AMultiTokenPredictor, Step3p5AMultiTokenPredictorLayer
+    return source_digest(*(x.forward for x in (*model, Step3p5DecoderLayer, Step3p5Attention, Step3p5MLP)))
 
 
 def run_module(
     predictor: Any,
     input_ids: torch.Tensor | None,
     positions: torch.Tensor,
-    previous_hidden_states: torch.Tensor,
+    hidden_states: torch.Tensor,
+    intermediate_tensors: None = None,
     inputs_embeds: torch.Tensor | None = None,
     spec_step_idx: int = 0,
+    wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Step3p5AMultiTokenPredictor.forward` with one launch for what stands between two products.
+    """`Step3p5MTP.forward` with one launch for what stands between two products.
 
     The host's is eager, and in a pass of few rows such launches are an eighth of the device's time.
 
     Args:
         input_ids, positions: `[num_rows]`.
-        previous_hidden_states: `[num_rows, hidden_size]`, the target's or the module's before.
+        hidden_states: `[num_rows, hidden_size]`, the target's or the module's before.
         inputs_embeds: `[num_rows, hidden_size]`, in place of `input_ids`.
+        wanted: `[num_wanted]` integers, the rows whose hidden states are; None: all. The others' keys and values are
+            written too, and with that they are done: what follows attention is two thirds of a module's work.
 
     Returns:
-        `[num_rows, hidden_size]`.
+        `[num_wanted, hidden_size]`.
     """
     module = predictor.layers[str(predictor.mtp_start_layer_idx + spec_step_idx % predictor.num_mtp_layers)]
     token_ids = None
@@ -120,20 +146,21 @@ def run_module(
             inputs_embeds = embedding(input_ids)
     eps = module.enorm.variance_epsilon
     hidden = module.eh_proj(
-        embed_norm_concat(
-            token_ids, inputs_embeds, previous_hidden_states, module.enorm.weight, module.hnorm.weight, eps
-        )
+        embed_norm_concat(token_ids, inputs_embeds, hidden_states, module.enorm.weight, module.hnorm.weight, eps)
     )
     layer = module.mtp_block
+    # Ranks meet in the experts, each with as many rows as the others were told.
+    early, late = (None, wanted) if layer.use_moe else (wanted, None)
     normed = gemma_rms_norm(hidden, layer.input_layernorm.weight, eps)
-    attended = _attend(layer.self_attn, positions, normed)
-    hidden, normed = add_gemma_rms_norm(attended, hidden, layer.post_attention_layernorm.weight, eps)
-    return (layer.moe if layer.use_moe else layer.mlp)(normed) + hidden
+    attended = _attend(layer.self_attn, positions, normed, early)
+    hidden, normed = add_gemma_rms_norm(attended, hidden, layer.post_attention_layernorm.weight, eps, early)
+    hidden = layer.moe(normed) + hidden if layer.use_moe else _add_mlp(layer.mlp, normed, hidden)
+    return hidden if late is None else hidden[late]
 
 
-def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    qkv, _ = attention.qkv_proj(hidden)
-    query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """Queries of all rows, since a backend's metadata counts them; after that only the wanted ones."""
+    query, key, value, gates = _project(attention, hidden)
     query, key = (x.unflatten(-1, (-1, attention.head_dim)) for x in (query, key))
     rotary = attention.rotary_emb
     # On a CPU vLLM's own kernels for the two are the quicker.
@@ -154,11 +181,77 @@ def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> to
         if attention.use_rope:
             query, key = rotary(positions, query, key)
     out = attention.attn(query, key, value)
-    if attention.use_head_wise_attn_gate:
-        gates, _ = attention.g_proj(hidden)
-        out = gate_heads(out, gates)
+    if gates is not None:
+        out = gate_heads(out, gates, wanted)
+    elif wanted is not None:
+        out = out[wanted]
     out, _ = attention.o_proj(out)
     return out
+
+
+def _project(
+    attention: Any, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Queries, keys, values, and where there are any the heads' gates."""
+    sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+    weight = _both_weights(attention)
+    if weight is not None:
+        query, key, value, gates = F.linear(hidden, weight).split([*sizes, attention.num_heads], dim=-1)
+        return query, key, value, gates
+    qkv, _ = attention.qkv_proj(hidden)
+    query, key, value = qkv.split(sizes, dim=-1)
+    gates = attention.g_proj(hidden)[0] if attention.use_head_wise_attn_gate else None
+    return query, key, value, gates
+
+
+def _store_side_by_side(attention: Any) -> None:
+    """Moves the gates' weight behind that of queries, keys and values, so that one product makes both.
+
+    The product with the few rows of the gates' alone takes a fifth as long as the other.
+    """
+    if not attention.use_head_wise_attn_gate:
+        return
+    projections = attention.qkv_proj, attention.g_proj
+    if not all(_is_a_product(x) for x in projections):
+        return
+    weights = [x.weight for x in projections]
+    if weights[0].dtype != weights[1].dtype:
+        return
+    joined = torch.cat([weight.data for weight in weights])
+    if joined.shape[0] * joined.element_size() % ROW_ALIGNMENT:
+        return
+    for weight, part in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
+    attention.weights_lie_side_by_side = True
+
+
+def _both_weights(attention: Any) -> torch.Tensor | None:
+    """Those of `_store_side_by_side` in one, as long as they lie there: updated in place they do."""
+    if not getattr(attention, "weights_lie_side_by_side", False):
+        return None
+    first, second = attention.qkv_proj.weight, attention.g_proj.weight
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return None
+    return first.as_strided((first.shape[0] + second.shape[0], first.shape[1]), first.stride())
+
+
+def _add_mlp(mlp: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The residual stream after the MLP; `residual` may be written to."""
+    down = mlp.down_proj
+    if not (_is_a_product(down) and down.tp_size == 1):
+        return mlp(x) + residual
+    gate_up, _ = mlp.gate_up_proj(x)
+    return residual.addmm_(mlp.act_fn(gate_up), down.weight.t())
+
+
+def _is_a_product(linear: Any) -> bool:
+    """Whether it is `F.linear` with its weight: not quantised, under an adapter, with a bias, or another kernel's."""
+    if type(linear) not in (QKVParallelLinear, ColumnParallelLinear, RowParallelLinear) or linear.bias is not None:
+        return False
+    method = linear.quant_method
+    if type(method) is not UnquantizedLinearMethod or method._gemm_impl is not default_unquantized_gemm:
+        return False
+    return has_kernels(linear.weight) and not getattr(linear, "gather_output", False)
 
 
 def _is_a_table(embedding: Any) -> bool:

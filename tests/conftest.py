@@ -17,7 +17,7 @@ if INTERPRETED:
     interpret_triton()
 collect_ignore = []
 if not torch.cuda.is_available():
-    collect_ignore = ["gpu/test_graphs.py", "gpu/test_waits.py"] if INTERPRETED else ["gpu"]
+    collect_ignore = ["gpu/test_graphs.py", "gpu/test_modules.py", "gpu/test_waits.py"] if INTERPRETED else ["gpu"]
 
 # Also for tests in this process; whatever the developer's shell has set must not decide what is tested.
 os.environ.update(ENVIRONMENT | {"MTP_PROPOSERS": "on"})

@@ -113,9 +113,11 @@ class Recorder:
         for done in self.passes:
             for step, forward in enumerate(done.forwards):
                 rows = [done.last_row(step, request) for request in range(len(done.req_ids))]
+                # A module that feeds no other returns those rows alone.
+                output = forward.output if len(forward.output) == len(rows) else forward.output[rows]
                 drafts = torch.tensor([row[step] for row in done.drafts])
                 counts["drafts"] += len(drafts)
                 for name, module in (("own head", forward.module), ("first head", 0)):
-                    greedy = model.compute_logits(forward.output[rows], spec_step_idx=module).argmax(-1)
+                    greedy = model.compute_logits(output, spec_step_idx=module).argmax(-1)
                     counts[name] += int((greedy == drafts).sum())
         return counts

@@ -120,21 +120,30 @@ def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]
     """
     if as_with_kernels:
         step3p5.has_kernels = lambda x: True
-    predictor = drafter_of(runner(llm)).model.model
-    run_module, largest, rows = predictor.forward, [0.0] * predictor.num_mtp_layers, 0
+    model = drafter_of(runner(llm)).model
+    run_module, num_modules = model.forward, model.model.num_mtp_layers
+    largest, rows, wanted_rows = [0.0] * num_modules, [0] * num_modules, [0] * num_modules
 
-    def run_both(input_ids: torch.Tensor, positions: torch.Tensor, *more: Any) -> torch.Tensor:
-        nonlocal rows
-        arguments, module = (input_ids, positions, *more), more[-1]
-        ours, theirs = run_module(*arguments), type(predictor).forward(predictor, *arguments)
-        largest[module] = max(largest[module], float((ours - theirs).abs().max()))
-        rows += len(positions)
+    def run_both(spec_step_idx: int, wanted: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+        ours = run_module(spec_step_idx=spec_step_idx, wanted=wanted, **rest)
+        theirs = type(model).forward(model, spec_step_idx=spec_step_idx, **rest)
+        difference = ours - (theirs if wanted is None else theirs[wanted])
+        largest[spec_step_idx] = max(largest[spec_step_idx], float(difference.abs().max()))
+        rows[spec_step_idx] += len(theirs)
+        wanted_rows[spec_step_idx] += len(ours)
         return ours
 
-    predictor.forward = run_both
+    model.forward = run_both
     texts = held_out_prompts(llm.get_tokenizer(), 4, 150)
     greedy(llm, [text[: 20 + 40 * i] for i, text in enumerate(texts)])
-    return {"largest": largest, "rows": rows, "fused": run_module.func is step3p5.run_module}
+    attention = [module.mtp_block.self_attn for module in model.model.layers.values()]
+    return {
+        "largest": largest,
+        "rows": rows,
+        "wanted rows": wanted_rows,
+        "fused": run_module.func is step3p5.run_module,
+        "one product": all(step3p5._both_weights(x) is not None for x in attention),
+    }
 
 
 def crowded(llm: LLM) -> dict[str, Any]:

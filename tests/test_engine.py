@@ -44,7 +44,10 @@ def test_our_proposer_drafts_over_several_groups_and_the_log_says_so() -> None:
 def test_modules_of_fewer_launches_compute_what_the_hosts_do(as_with_kernels: bool) -> None:
     value = run(scenarios.modules_against_the_hosts, mtp(3), as_with_kernels=as_with_kernels).value
     assert value["fused"]
-    assert value["rows"] > 1000
+    assert min(value["rows"]) > 300
+    # Of the last module's rows only those are computed to the end that something is made of.
+    assert value["wanted rows"][:-1] == value["rows"][:-1]
+    assert value["wanted rows"][-1] < value["rows"][-1] / 3
     assert max(value["largest"]) < 1e-4, value["largest"]
 
 

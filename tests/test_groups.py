@@ -4,10 +4,11 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from mtp.groups import DraftGroups, build_draft_groups, layers_by_module
+from mtp.groups import DraftGroups, build_draft_groups, layers_by_module, leave_sequences_whole
 from mtp.slots import write_slot_mappings
 from tests.harness import CPU, HEAD, WINDOW, add_layer, full, kv_cache, layer_name, make_config, sliding
 
@@ -205,3 +206,40 @@ def test_modules_are_numbered_by_layer_index_and_not_by_name() -> None:
 def test_one_module_takes_all_layers_whatever_their_indices() -> None:
     names = ["model.layers.1.attn", "model.layers.0.attn"]
     assert layers_by_module(names, 1) == [sorted(names)]
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "window", "max_num_splits", "planned", "whole"),
+    [
+        (8, 512, 32, False, True),
+        (7, 512, 32, False, False),  # too few to fill a device
+        (64, 513, 32, False, False),
+        (64, None, 32, False, False),  # some sequence may be very long
+        (64, 512, 0, False, False),  # the kernel's choice
+        (64, 512, 32, True, False),  # planned for splits
+    ],
+)
+def test_sequences_stay_whole_where_splits_would_cost_more_than_they_save(
+    num_reqs: int, window: int | None, max_num_splits: int, planned: bool, whole: bool
+) -> None:
+    head = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    spec = FullAttentionSpec(**head) if window is None else SlidingWindowSpec(**head, sliding_window=window)
+    nothing = torch.empty(0)
+    metadata = FlashAttentionMetadata(
+        num_actual_tokens=4 * num_reqs,
+        max_query_len=4,
+        query_start_loc=nothing,
+        max_seq_len=1000,
+        seq_lens=nothing,
+        block_table=nothing,
+        slot_mapping=nothing,
+        scheduler_metadata=nothing if planned else None,
+        max_num_splits=max_num_splits,
+    )
+    leave_sequences_whole(metadata, spec, num_reqs)
+    assert metadata.max_num_splits == (1 if whole else max_num_splits)
+
+
+def test_metadata_of_other_backends_stay_as_they_are() -> None:
+    metadata = object()  # which has no attributes to set
+    leave_sequences_whole(metadata, sliding(32), 64)

@@ -121,14 +121,20 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 @DTYPES
+@pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 192), (7, 4096), (0, 64)])
-def test_an_addition_and_its_norm_are_those_of_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_an_addition_and_its_norm_are_those_of_the_reference(
+    num_rows: int, size: int, some: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(size)
-    arguments = make(num_rows, size, dtype=dtype), make(num_rows, size, dtype=dtype), make(size, dtype=dtype), 1e-5
+    rows = torch.randint(0, 9, (num_rows,), device=DEVICE) if some else None
+    residual = make(9 if some else num_rows, size, dtype=dtype)
+    arguments = make(num_rows, size, dtype=dtype), residual, make(size, dtype=dtype), 1e-5, rows
     for ours, wanted in zip(
         fused.add_gemma_rms_norm(*arguments), fused.add_gemma_rms_norm_by_ops(*arguments), strict=True
     ):
         near(ours, wanted)
+        assert ours.data_ptr() != residual.data_ptr() or num_rows == 0
 
 
 @DTYPES
@@ -171,11 +177,15 @@ def test_normed_and_rotated_heads_are_those_of_the_reference(
 
 
 @DTYPES
+@pytest.mark.parametrize("rows", [None, [3, 0, 3], []])
 @pytest.mark.parametrize(("num_rows", "heads", "head_dim"), [(5, 96, 128), (5, 6, 32), (5, 1, 7), (0, 3, 32)])
-def test_gated_heads_are_those_of_the_reference(num_rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_gated_heads_are_those_of_the_reference(
+    num_rows: int, heads: int, head_dim: int, rows: list[int] | None, dtype: torch.dtype
+) -> None:
     torch.manual_seed(heads)
     x, gates = make(num_rows, heads * head_dim, dtype=dtype), make(num_rows, heads + 3, dtype=dtype)[:, 1 : heads + 1]
-    near(fused.gate_heads(x, gates), fused.gate_heads_by_ops(x, gates))
+    chosen = None if rows is None else torch.tensor(rows[:num_rows], dtype=torch.int64, device=DEVICE)
+    near(fused.gate_heads(x, gates, chosen), fused.gate_heads_by_ops(x, gates, chosen))
 
 
 @DTYPES
