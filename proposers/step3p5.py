@@ -48,6 +48,7 @@ class Step3p5Passes(DraftPasses):
     """What is Step-3.5's own, on either runner."""
 
     descriptor: ClassVar = DraftDescriptor("Step3p5MTP", modules_key="num_nextn_predict_layers", own_heads=True)
+    _is_fused = False
 
     def prepare_model(self) -> None:
         fuse_layers(self.model, self.vllm_config)

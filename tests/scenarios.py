@@ -142,7 +142,7 @@ def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]
         "rows": rows,
         "wanted rows": wanted_rows,
         "fused": run_module.func is step3p5.run_module,
-        "one product": all(step3p5._both_weights(x) is not None for x in attention),
+        "one product": [step3p5._both_weights(x) is not None for x in attention],
     }
 
 
