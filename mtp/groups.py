@@ -205,17 +205,18 @@ def layers_by_module(draft_layers: Iterable[str], num_modules: int) -> list[list
     return [by_index[index] for index in sorted(by_index)]
 
 
-def leave_sequences_whole(metadata: Any, spec: KVCacheSpec, num_reqs: int) -> None:
+def leave_sequences_whole(metadata: Any, windows: Iterable[int | None], spec: KVCacheSpec, num_reqs: int) -> None:
     """Has FlashAttention 3 not split sequences where a batch fills the device anyway and no sequence is long.
 
-    In a recorded pass the host lets it split each into up to 32 parts, which a second launch then adds up.
+    Where there are graphs the host lets it split each into up to 32 parts, which a second launch then adds up.
 
     Args:
         metadata: of a backend, for these layers alone; that of others than FlashAttention has no such choice.
+        windows: of the layers; None: none.
     """
-    window = getattr(spec, "sliding_window", None)
+    has_short_windows = all(window is not None and window <= WHOLE_WINDOW for window in windows)
     tiles = num_reqs * getattr(spec, "num_kv_heads", 0)
-    if window is not None and window <= WHOLE_WINDOW and tiles >= WHOLE_TILES and _may_split(metadata):
+    if has_short_windows and tiles >= WHOLE_TILES and _may_split(metadata):
         metadata.max_num_splits = 1
 
 

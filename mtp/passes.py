@@ -1,6 +1,6 @@
 """`DraftPasses`: a drafting pass over several KV cache groups, whichever model runner asks for it.
 
-What is written when. Every module runs over the same window of rows: the step's valid ones and, before them, those
+What is written when. Every module has keys and values of the same window of rows: the step's valid ones and, before them, those
 that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what a run from
 scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write past the
 last valid row, where the next window writes again.
@@ -18,6 +18,7 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.graphs import PassGraphs
 from mtp.groups import DraftGroups, leave_sequences_whole
@@ -72,6 +73,8 @@ class DraftPasses(ABC):
     descriptor: ClassVar[DraftDescriptor]
     tables_stay: ClassVar[bool] = False
     """The host fills its block tables in place (`PassGraphs`)."""
+    takes_wanted: bool = False
+    """The model has an argument `wanted`: the rows to compute to the end. The others end in the cache."""
 
     plan: DraftPlan
     groups: DraftGroups | None
@@ -144,17 +147,6 @@ class DraftPasses(ABC):
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """Greedy tokens `[num_reqs]` by the module's head, reduced over tensor-parallel ranks without its logits."""
         return self.model.get_top_tokens(hidden)
-
-    def run_model(self, inputs: dict[str, Any], wanted: torch.Tensor | None) -> Any:
-        """What the model returns for the rows that are wanted; all of them go into the cache.
-
-        Args:
-            wanted: `[num_wanted]` int64, rows of `inputs`; None: all.
-        """
-        output = self.model(**inputs)
-        if wanted is None:
-            return output
-        return tuple(x[wanted] for x in output) if isinstance(output, tuple) else output[wanted]
 
     def prepare_model(self) -> None:  # noqa: B027 - most need nothing
         """Called once the draft model is loaded."""
@@ -302,8 +294,12 @@ class DraftPasses(ABC):
         """Runs one module; returns the hidden states that its head and that the next step take.
 
         Args:
-            wanted: as for `run_model`.
+            wanted: `[num_wanted]` int64, the rows of `inputs` to return; None: all, and padding after them.
         """
+        # A graph of the host's is recorded for all rows, whatever is wanted of them later.
+        ends_early = wanted is not None and self.takes_wanted and execution.mode == CUDAGraphMode.NONE
+        if ends_early:
+            inputs = inputs | {"wanted": wanted}
         self._prepare_eplb(num_rows)
         with set_forward_context(
             layers.attn_metadata,
@@ -313,7 +309,9 @@ class DraftPasses(ABC):
             cudagraph_runtime_mode=execution.mode,
             slot_mapping=layers.slot_mapping,
         ):
-            output = self.run_model(inputs, wanted)
+            output = self.model(**inputs)
+        if wanted is not None and not ends_early:
+            output = tuple(x[wanted] for x in output) if isinstance(output, tuple) else output[wanted]
         return output if isinstance(output, tuple) else (output, output)
 
     def _prepare_layers(
@@ -343,10 +341,15 @@ class DraftPasses(ABC):
                 ),
                 step,
             )
-            leave_sequences_whole(metadata, attn.kv_cache_spec, cad.num_reqs)
+            leave_sequences_whole(metadata, self._windows_of(attn), attn.kv_cache_spec, cad.num_reqs)
             self._check_metadata(attn.layer_names, metadata)
             per_layer.update(dict.fromkeys(attn.layer_names, metadata))
         return Layers(per_layer, groups.slot_mapping_by_layer(execution.num_input_tokens))
+
+    def _windows_of(self, attn: AttentionGroup) -> list[int | None]:
+        """Of its layers. Where all layers are in one KV cache group its spec has the window of some."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return [getattr(layers[name], "sliding_window", None) for name in attn.layer_names]
 
     def _selection(self, module: int) -> dict[str, int]:
         """What names the module to the model; a model of one is not asked."""

@@ -10,14 +10,7 @@ from torch import nn
 from vllm.config import VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    UnquantizedLinearMethod,
-)
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.utils import default_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.models.step3p5 import Step3p5Attention, Step3p5DecoderLayer, Step3p5MLP
 from vllm.model_executor.models.step3p5_mtp import (
@@ -32,6 +25,7 @@ from mtp.fused import add_gemma_rms_norm, embed_norm_concat, gate_heads, gemma_r
 from mtp.kernels import has_kernels
 from mtp.layers import fuse_layers
 from mtp.passes import DraftPasses
+from mtp.products import is_plain, store_side_by_side, weight_of_both
 from mtp.proposer import MultiGroupProposer
 from mtp.steps import DraftDescriptor
 
@@ -40,22 +34,15 @@ logger = init_logger(f"vllm.{__name__}")
 # The forwards of vLLM 0.32 and 0.33 that `run_module` computes the same as.
 KNOWN_FORWARDS = "3a7f9e8ee00e6e35"
 
-# Bytes: kernels read rows of values in pieces of so many.
-ROW_ALIGNMENT = 16
-
 
 class Step3p5Passes(DraftPasses):
     """What is Step-3.5's own, on either runner."""
 
     descriptor: ClassVar = DraftDescriptor("Step3p5MTP", modules_key="num_nextn_predict_layers", own_heads=True)
-    _is_fused = False
 
     def prepare_model(self) -> None:
         fuse_layers(self.model, self.vllm_config)
-        self._is_fused = fuse_modules(self.model)
-
-    def run_model(self, inputs: dict[str, Any], wanted: torch.Tensor | None) -> Any:
-        return self.model(**inputs, wanted=wanted) if self._is_fused else super().run_model(inputs, wanted)
+        self.takes_wanted = fuse_modules(self.model)
 
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """The host's Step3p5MTP has no such method, so the module's head is asked directly."""
@@ -83,7 +70,9 @@ def fuse_modules(model: Any) -> bool:
         logger.info("These Step-3.5 modules are others than those known, so they run as they are, and slower.")
         return False
     for module in model.model.layers.values():
-        _store_side_by_side(module.mtp_block.self_attn)
+        attention = module.mtp_block.self_attn
+        if attention.use_head_wise_attn_gate:
+            store_side_by_side(attention.qkv_proj, attention.g_proj)
     model.forward = functools.partial(run_module, model.model)
     return True
 
@@ -195,64 +184,27 @@ def _project(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Queries, keys, values, and where there are any the heads' gates."""
     sizes = [attention.q_size, attention.kv_size, attention.kv_size]
-    weight = _both_weights(attention)
-    if weight is not None:
-        query, key, value, gates = F.linear(hidden, weight).split([*sizes, attention.num_heads], dim=-1)
-        return query, key, value, gates
+    if attention.use_head_wise_attn_gate:
+        weight = weight_of_both(attention.qkv_proj, attention.g_proj)
+        if weight is not None:
+            query, key, value, gates = F.linear(hidden, weight).split([*sizes, attention.num_heads], dim=-1)
+            return query, key, value, gates
     qkv, _ = attention.qkv_proj(hidden)
     query, key, value = qkv.split(sizes, dim=-1)
     gates = attention.g_proj(hidden)[0] if attention.use_head_wise_attn_gate else None
     return query, key, value, gates
 
 
-def _store_side_by_side(attention: Any) -> None:
-    """Moves the gates' weight behind that of queries, keys and values, so that one product makes both.
-
-    The product with the few rows of the gates' alone takes a fifth as long as the other.
-    """
-    if not attention.use_head_wise_attn_gate:
-        return
-    projections = attention.qkv_proj, attention.g_proj
-    if not all(_is_a_product(x) for x in projections):
-        return
-    weights = [x.weight for x in projections]
-    if weights[0].dtype != weights[1].dtype:
-        return
-    joined = torch.cat([weight.data for weight in weights])
-    if joined.shape[0] * joined.element_size() % ROW_ALIGNMENT:
-        return
-    for weight, part in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
-        weight.data = part
-    attention.weights_lie_side_by_side = True
-
-
-def _both_weights(attention: Any) -> torch.Tensor | None:
-    """Those of `_store_side_by_side` in one, as long as they lie there: updated in place they do."""
-    if not getattr(attention, "weights_lie_side_by_side", False):
-        return None
-    first, second = attention.qkv_proj.weight, attention.g_proj.weight
-    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
-        return None
-    return first.as_strided((first.shape[0] + second.shape[0], first.shape[1]), first.stride())
-
-
 def _add_mlp(mlp: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The residual stream after the MLP; `residual` may be written to."""
+    """The residual stream after the MLP; `residual` may be written to.
+
+    The product that adds to it rounds once in 16-bit, a product and an addition twice.
+    """
     down = mlp.down_proj
-    if not (_is_a_product(down) and down.tp_size == 1):
+    if not (is_plain(down) and down.tp_size == 1):
         return mlp(x) + residual
     gate_up, _ = mlp.gate_up_proj(x)
     return residual.addmm_(mlp.act_fn(gate_up), down.weight.t())
-
-
-def _is_a_product(linear: Any) -> bool:
-    """Whether it is `F.linear` with its weight: not quantised, under an adapter, with a bias, or another kernel's."""
-    if type(linear) not in (QKVParallelLinear, ColumnParallelLinear, RowParallelLinear) or linear.bias is not None:
-        return False
-    method = linear.quant_method
-    if type(method) is not UnquantizedLinearMethod or method._gemm_impl is not default_unquantized_gemm:
-        return False
-    return has_kernels(linear.weight) and not getattr(linear, "gather_output", False)
 
 
 def _is_a_table(embedding: Any) -> bool:

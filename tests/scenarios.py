@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams
 
 from bench.corpus import held_out_prompts
 from bench.worker import drafter_of
+from mtp.products import weight_of_both
 from proposers import step3p5
 
 MAX_MODEL_LEN = 320
@@ -74,6 +75,8 @@ def state(llm: LLM) -> dict[str, Any]:
         result["proposer"] = class_path(drafter)
         if groups := getattr(drafter, "groups", None):
             result["groups"] = [group.kv_cache_group_id for group in groups.all]
+            attn_groups = [attn for group in groups.all for attn in group.attn_groups]
+            result["windows"] = sorted(str(drafter._windows_of(attn)) for attn in attn_groups)
     return result
 
 
@@ -142,7 +145,7 @@ def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]
         "rows": rows,
         "wanted rows": wanted_rows,
         "fused": run_module.func is step3p5.run_module,
-        "one product": [step3p5._both_weights(x) is not None for x in attention],
+        "one product": [weight_of_both(x.qkv_proj, x.g_proj) is not None for x in attention],
     }
 
 

@@ -209,21 +209,22 @@ def test_one_module_takes_all_layers_whatever_their_indices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "window", "max_num_splits", "planned", "whole"),
+    ("num_reqs", "windows", "max_num_splits", "planned", "whole"),
     [
-        (8, 512, 32, False, True),
-        (7, 512, 32, False, False),  # too few to fill a device
-        (64, 513, 32, False, False),
-        (64, None, 32, False, False),  # some sequence may be very long
-        (64, 512, 0, False, False),  # the kernel's choice
-        (64, 512, 32, True, False),  # planned for splits
+        (8, [512, 100], 32, False, True),
+        (7, [512], 32, False, False),  # too few to fill a device
+        (64, [513], 32, False, False),
+        (64, [512, None], 32, False, False),  # some sequence may be very long
+        (64, [512], 0, False, False),  # the kernel's choice
+        (64, [512], 32, True, False),  # planned for splits
     ],
 )
 def test_sequences_stay_whole_where_splits_would_cost_more_than_they_save(
-    num_reqs: int, window: int | None, max_num_splits: int, planned: bool, whole: bool
+    num_reqs: int, windows: list[int | None], max_num_splits: int, planned: bool, whole: bool
 ) -> None:
+    # Where all layers are in one KV cache group its spec has a window whether all of them have or not.
     head = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-    spec = FullAttentionSpec(**head) if window is None else SlidingWindowSpec(**head, sliding_window=window)
+    spec = FullAttentionSpec(**head, sliding_window=100)
     nothing = torch.empty(0)
     metadata = FlashAttentionMetadata(
         num_actual_tokens=4 * num_reqs,
@@ -236,10 +237,10 @@ def test_sequences_stay_whole_where_splits_would_cost_more_than_they_save(
         scheduler_metadata=nothing if planned else None,
         max_num_splits=max_num_splits,
     )
-    leave_sequences_whole(metadata, spec, num_reqs)
+    leave_sequences_whole(metadata, windows, spec, num_reqs)
     assert metadata.max_num_splits == (1 if whole else max_num_splits)
 
 
 def test_metadata_of_other_backends_stay_as_they_are() -> None:
     metadata = object()  # which has no attributes to set
-    leave_sequences_whole(metadata, sliding(32), 64)
+    leave_sequences_whole(metadata, [WINDOW], sliding(32), 64)

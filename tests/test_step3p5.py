@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-    RowParallelLinear,
-    UnquantizedLinearMethod,
-)
-from vllm.model_executor.layers.utils import default_unquantized_gemm
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.models.step3p5 import Step3p5Attention, Step3p5DecoderLayer, Step3p5MLP
 from vllm.model_executor.models.step3p5_mtp import (
     Step3p5AMultiTokenPredictor,
@@ -24,21 +17,14 @@ from vllm.model_executor.models.step3p5_mtp import (
     Step3p5MTP,
 )
 
+from mtp.products import store_side_by_side
 from proposers import step3p5
 from proposers.step3p5 import fuse_modules
+from tests.layers import bare, product
 
 
 class Another(nn.Module):
     pass
-
-
-def bare(kind: type[nn.Module], **children: nn.Module) -> nn.Module:
-    """A module of vLLM's without its weights, which nothing here looks at."""
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
-    for name, child in children.items():
-        setattr(module, name, child)
-    return module
 
 
 @pytest.fixture
@@ -130,98 +116,42 @@ def test_batch_invariant_mode_keeps_the_hosts_modules(model: Any, monkeypatch: p
 HIDDEN, HEADS, HEAD_DIM = 24, 8, 4
 
 
-def product(kind: type[LinearBase], rows: int, columns: int) -> Any:
-    """A layer as on a GPU: there `F.linear` multiplies with its weight."""
-    linear = bare(kind)
-    linear.quant_method = UnquantizedLinearMethod()
-    linear.quant_method._gemm_impl = default_unquantized_gemm
-    linear.bias, linear.skip_bias_add, linear.return_bias = None, False, True
-    linear.tp_size, linear.tp_rank, linear.reduce_results = 1, 0, True
-    linear.gather_output, linear.input_is_parallel = False, True
-    linear.weight = nn.Parameter(torch.randn(rows, columns), requires_grad=False)
-    return linear
-
-
-@pytest.fixture
-def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(step3p5, "has_kernels", lambda x: True)
+@pytest.mark.parametrize("with_gates", [True, False])
+def test_queries_keys_values_and_gates_are_the_same_by_one_product(
+    with_gates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtp.products.has_kernels", lambda x: True)
     torch.manual_seed(0)
-    attention = bare(
-        Step3p5Attention,
-        qkv_proj=product(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN),
-        g_proj=product(ColumnParallelLinear, HEADS, HIDDEN),
-    )
-    attention.use_head_wise_attn_gate = True
+    qkv_proj = product(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN)
+    gates = {"g_proj": product(ColumnParallelLinear, HEADS, HIDDEN)} if with_gates else {}
+    attention: Any = bare(Step3p5Attention, qkv_proj=qkv_proj, **gates)
+    attention.use_head_wise_attn_gate = with_gates
     attention.num_heads, attention.q_size, attention.kv_size = HEADS, HEADS * HEAD_DIM, 2 * HEAD_DIM
-    return attention
-
-
-def test_one_product_makes_queries_keys_values_and_gates(attention: Any) -> None:
     x = torch.randn(5, HIDDEN)
-    expected = step3p5._project(attention, x)
-    assert step3p5._both_weights(attention) is None
-    step3p5._store_side_by_side(attention)
-    assert step3p5._both_weights(attention).shape == (attention.qkv_proj.weight.shape[0] + HEADS, HIDDEN)
-    for ours, wanted in zip(step3p5._project(attention, x), expected, strict=True):
-        torch.testing.assert_close(ours, wanted)
-
-
-def test_weights_that_are_updated_in_place_are_those_of_the_one_product(attention: Any) -> None:
-    step3p5._store_side_by_side(attention)
-    x = torch.randn(5, HIDDEN)
-    attention.g_proj.weight.data.copy_(torch.randn(HEADS, HIDDEN))
-    torch.testing.assert_close(step3p5._project(attention, x)[3], x @ attention.g_proj.weight.T)
-
-
-def test_a_weight_that_is_replaced_is_used(attention: Any) -> None:
-    step3p5._store_side_by_side(attention)
-    x = torch.randn(5, HIDDEN)
-    attention.g_proj.weight = nn.Parameter(torch.randn(HEADS, HIDDEN), requires_grad=False)
-    torch.testing.assert_close(step3p5._project(attention, x)[3], x @ attention.g_proj.weight.T)
-
-
-def quantised(linear: Any) -> None:
-    linear.quant_method = object()
-    del linear.weight
-
-
-def with_a_bias(linear: Any) -> None:
-    linear.bias = nn.Parameter(torch.randn(linear.weight.shape[0]), requires_grad=False)
-
-
-def by_another_kernel(linear: Any) -> None:
-    linear.quant_method._gemm_impl = lambda *x: default_unquantized_gemm(*x)
-
-
-def of_another_kind(linear: Any) -> None:
-    linear.__class__ = type("Another", (type(linear),), {})
-
-
-def of_unaligned_rows(linear: Any) -> None:
-    linear.weight = nn.Parameter(torch.randn(linear.weight.shape[0] + 1, HIDDEN), requires_grad=False)
-
-
-OTHERS = [quantised, with_a_bias, by_another_kernel, of_another_kind]
-
-
-@pytest.mark.parametrize("made", [*OTHERS, of_unaligned_rows])
-@pytest.mark.parametrize("name", ["qkv_proj", "g_proj"])
-def test_other_projections_stay_apart(made: Callable[[Any], None], name: str, attention: Any) -> None:
-    made(getattr(attention, name))
-    step3p5._store_side_by_side(attention)
-    assert step3p5._both_weights(attention) is None
+    apart = step3p5._project(attention, x)
+    if with_gates:
+        assert store_side_by_side(qkv_proj, attention.g_proj)
+    for ours, wanted in zip(step3p5._project(attention, x), apart, strict=True):
+        assert (ours is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(ours, wanted)
+    assert (apart[3] is None) != with_gates
 
 
 class Mlp(nn.Module):
-    """`Step3p5MLP` of three layers of vLLM's, and what its forward does with them."""
+    """`Step3p5MLP` of layers made here, and what its forward does with them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj = product(ColumnParallelLinear, 12, HIDDEN)
-        self.act_fn, self.down_proj = torch.nn.functional.silu, product(RowParallelLinear, HIDDEN, 12)
+        self.act_fn, self.down_proj = nn.functional.silu, product(RowParallelLinear, HIDDEN, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Step3p5MLP.forward(self, x)
+
+
+def alone(linear: Any) -> None:
+    pass
 
 
 def of_several_ranks(linear: Any) -> None:
@@ -229,12 +159,18 @@ def of_several_ranks(linear: Any) -> None:
     linear.tp_size, linear.reduce_results = 2, False
 
 
-@pytest.mark.parametrize("made", [lambda linear: None, *OTHERS[1:], of_several_ranks])
+def with_a_bias(linear: Any) -> None:
+    linear.bias = nn.Parameter(torch.randn(HIDDEN), requires_grad=False)
+
+
+@pytest.mark.parametrize("made", [alone, of_several_ranks, with_a_bias])
 def test_an_mlp_is_added_to_the_residual_stream(made: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step3p5, "has_kernels", lambda x: True)
+    monkeypatch.setattr("mtp.products.has_kernels", lambda x: True)
     torch.manual_seed(0)
     mlp, x, residual = Mlp(), torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
     made(mlp.down_proj)
-    mlp.down_proj.tp_rank = 0
     expected = mlp(x) + residual
+    asked = []
+    mlp.down_proj.register_forward_hook(lambda *_: asked.append(1))
     torch.testing.assert_close(step3p5._add_mlp(mlp, x, residual.clone()), expected)
+    assert bool(asked) == (made is not alone)

@@ -1,0 +1,68 @@
+"""Matrix products of a draft's layers: which are plain ones, and two of them as one.
+
+In a pass of few rows a product is as long as reading its weight takes, but for a small one it is its launch.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+from mtp.kernels import has_kernels
+
+# Bytes: kernels read rows of values in pieces of so many.
+ROW_ALIGNMENT = 16
+
+
+def is_plain(linear: Any) -> bool:
+    """Whether a layer does nothing but `F.linear` with its weight, and on several ranks what follows from that.
+
+    One with a bias, a quantised weight, an adapter or another kernel does more. So does every layer on a CPU: there
+    vLLM packs the weights.
+    """
+    if type(linear) not in (QKVParallelLinear, ColumnParallelLinear, RowParallelLinear) or linear.bias is not None:
+        return False
+    method = linear.quant_method
+    if type(method) is not UnquantizedLinearMethod or method._gemm_impl is not default_unquantized_gemm:
+        return False
+    return has_kernels(linear.weight) and not getattr(linear, "gather_output", False)
+
+
+def store_side_by_side(first: Any, second: Any) -> bool:
+    """Moves the weight of one layer right behind that of another with the same input, for `weight_of_both`.
+
+    Returns:
+        whether it lies there now: not if one is not plain, or if rows of the product's output would not be aligned.
+    """
+    if not (is_plain(first) and is_plain(second)) or first.weight.dtype != second.weight.dtype:
+        return False
+    sizes = [len(first.weight), len(second.weight)]
+    if sum(sizes) * first.weight.element_size() % ROW_ALIGNMENT:
+        return False
+    joined = torch.cat((first.weight.data, second.weight.data))
+    first.weight.data, second.weight.data = joined.split(sizes)
+    return True
+
+
+def weight_of_both(first: Any, second: Any) -> torch.Tensor | None:
+    """The weights of two layers as one, `[rows of the first + rows of the second, input_size]`.
+
+    To be asked each time: weights are updated in place while serving, but nothing keeps anyone from replacing one.
+
+    Returns:
+        None where they don't lie side by side, or where there is more to a layer than its weight.
+    """
+    if not (is_plain(first) and is_plain(second)):
+        return None
+    weight, behind = first.weight, second.weight
+    if weight.untyped_storage().data_ptr() != behind.untyped_storage().data_ptr():
+        return None
+    if behind.data_ptr() != weight.data_ptr() + weight.nbytes or not weight.is_contiguous():
+        return None
+    return weight.as_strided((len(weight) + len(behind), weight.shape[1]), weight.stride())
