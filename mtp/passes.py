@@ -1,9 +1,9 @@
 """`DraftPasses`: a drafting pass over several KV cache groups, whichever model runner asks for it.
 
-What is written when. Every module has keys and values of the same window of rows: the step's valid ones and, before them, those
-that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what a run from
-scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write past the
-last valid row, where the next window writes again.
+What is written when. Every module writes keys and values of the same window of rows: the step's valid ones and, before
+them, those that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what
+a run from scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write
+past the last valid row, where the next window writes again.
 
 Who owns what. A host (`mtp/proposer.py` for vLLM's V1 runner, `proposers/speculator.py` for V2) translates the runner's
 step to `PassInputs` and attention metadata, feeds the model and samples. The window, the order of modules, the slots
