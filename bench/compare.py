@@ -145,6 +145,7 @@ def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
         "step_ms": {
             str(batch): quartiles([ms for run in runs for ms in run["step_ms"]]) for batch, runs in by_batch.items()
         },
+        "yardstick_ms": quartiles([ms for run in raw["runs"] for ms in run["yardstick_ms"]]),
         "acceptance_length": round(1 + sum(accepted) / drafts, 4) if drafts else 1.0,
         # Position i counts if all before it were accepted too.
         "acceptance_per_position": [round(count / drafts, 4) for count in accepted] if drafts else [],
@@ -154,7 +155,7 @@ def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
         if drafts
         else [],
         "output_sha256": raw["output_sha256"],
-        "runs": [run | {"step_ms": quartiles(run["step_ms"])} for run in raw["runs"]],
+        "runs": [run | {name: quartiles(run[name]) for name in ("step_ms", "yardstick_ms")} for run in raw["runs"]],
     }
 
 
@@ -171,8 +172,8 @@ def format_table(result: dict[str, Any]) -> str:
                 *(f"{speed:.0f}" + (f"  ({speed / base:.2f}x)" if base else "") for speed in speeds.values()),
             ]
         )
-        steps = (entry["step_ms"][batch] for entry in modes.values())
-        rows.append([f"step ms, batch {batch}", *(f"{s['median']:.2f} [{s['q1']:.2f}, {s['q3']:.2f}]" for s in steps)])
+        rows.append([f"step ms, batch {batch}", *(_show(entry["step_ms"][batch]) for entry in modes.values())])
+    rows.append(["the host: yardstick ms", *(_show(entry["yardstick_ms"]) for entry in modes.values())])
     rows.append(["acceptance length", *(f"{entry['acceptance_length']:.3f}" for entry in modes.values())])
     rows.append(
         [
@@ -184,6 +185,10 @@ def format_table(result: dict[str, Any]) -> str:
         ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
         rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
     return "\n".join([table(rows), f"lossless: {json.dumps(result['lossless'])}"])
+
+
+def _show(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f} [{spread['q1']:.2f}, {spread['q3']:.2f}]"
 
 
 def table(rows: list[list[str]]) -> str:

@@ -145,6 +145,7 @@ FIGURES = {  # name, and whether it is a median with quartiles
     "ttft_ms": True,
     "acceptance_length": False,
     "step_over_floor": False,
+    "yardstick_ms": True,
 }
 
 

@@ -243,7 +243,7 @@ def run_by_turns(
             drafts_now, accepted_now = acceptance_counters(llm)
             run |= {"drafts": drafts_now - drafts, "accepted": sum(accepted_now) - sum(accepted)}
             spans = run["decode_spans"]
-            run["propose_ms"] = [ms for when, ms in times if any(start <= when < end for start, end in spans)]
+            run["propose_host_ms"] = [ms for when, ms in times if any(start <= when < end for start, end in spans)]
             runs[batch].append(run)
     return runs
 
@@ -252,8 +252,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one batch size over its runs."""
     speeds = [sum(map(len, run["token_ids"])) / run["seconds"] for run in runs]
     figures: dict[str, Any] = {
-        name: quartiles([ms for run in runs for ms in run[kept]])
-        for name, kept in (("propose_host_ms", "propose_ms"), ("step_ms", "step_ms"), ("ttft_ms", "ttft_ms"))
+        name: quartiles([ms for run in runs for ms in run[name]])
+        for name in ("propose_host_ms", "step_ms", "ttft_ms", "yardstick_ms")
     }
     figures["output_tokens_per_s"] = quartiles(speeds, 1)
     figures["decode_tokens_per_s"] = quartiles([run["decode_tokens_per_s"] for run in runs], 1)

@@ -1,5 +1,6 @@
-"""Medians with their spread."""
+"""Medians with their spread, and how fast the host was meanwhile."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,3 +10,16 @@ def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     """Median and quartiles; NaN for no values."""
     q1, median, q3 = np.percentile(values, [25, 50, 75]) if len(values) else (float("nan"),) * 3
     return {"median": round(float(median), digits), "q1": round(float(q1), digits), "q3": round(float(q3), digits)}
+
+
+def yardstick_ms() -> float:
+    """How long this thread needs for a fixed piece of Python, about 10 ms of it on a quiet core.
+
+    Modes run one after the other, on machines that others use: where it differs between two of them, so does what they
+    were measured on.
+    """
+    before = time.perf_counter()
+    total = 0
+    for i in range(200_000):
+        total += i * i % 7
+    return (time.perf_counter() - before) * 1e3

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.spread import yardstick_ms
+
 PROGRESS = "@progress "
 PROPOSERS_MODE = {"none": "off", "upstream": "upstream", "ours": "on"}
 
@@ -67,11 +69,12 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
 
     `step_ms` has the steps in which every request decoded, `decode_spans` when they began and ended, and
     `decode_tokens_per_s` is theirs: those that prefill, and those after the first has ended, would be figures of
-    another batch size.
+    another batch size. `yardstick_ms` was measured before and after.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+    yardstick = [yardstick_ms()]
     started = time.perf_counter()
     for i, prompt in enumerate(prompts):
         engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
@@ -98,8 +101,10 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
             step_ms.append(elapsed * 1e3)
             decode_spans.append((before, before + elapsed))
             decoded += sum(lengths.values()) - before_step
+    seconds = time.perf_counter() - started
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
+        "yardstick_ms": [*yardstick, yardstick_ms()],
         "token_ids": [token_ids[f"{tag}-{i}"] for i in range(len(prompts))],
         "step_ms": step_ms,
         "ttft_ms": ttft_ms,
@@ -130,12 +135,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             report_progress(f"batch {batch}, run {repeat + 1} of {spec['runs']}")
             seconds = 0.0
             steps: list[float] = []
+            yardstick: list[float] = []
             outputs: list[list[int]] = []
             for start in range(0, len(spec["prompts"]), batch):
                 part = spec["prompts"][start : start + batch]
                 done = run_batch(llm.llm_engine, part, spec["output_tokens"], f"{batch}-{repeat}-{start}")
                 seconds += done["seconds"]
                 outputs += done["token_ids"]
+                yardstick += done["yardstick_ms"]
                 steps += done["step_ms"] if len(part) == batch else []
             digest.update(json.dumps(outputs).encode())
             result["runs"].append(
@@ -144,6 +151,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
                     "seconds": round(seconds, 4),
                     "output_tokens": sum(map(len, outputs)),
                     "step_ms": [round(x, 4) for x in steps],
+                    "yardstick_ms": [round(x, 4) for x in yardstick],
                 }
             )
             result["token_ids"] = outputs

@@ -37,6 +37,8 @@ def test_a_comparison_names_what_ran_and_finds_all_modes_equal(comparison: tuple
     assert record["lossless"] is True
     assert "lossless: true" in table
     assert {"vllm", "torch", "platform", "commit"} <= record["environment"].keys()
+    # Records are published: where somebody's files lie is nobody's business.
+    assert "--json record.json" in record["environment"]["command"]
     proposers = {mode: entry["proposer"] for mode, entry in record["modes"].items()}
     assert proposers == {
         "none": None,
@@ -49,12 +51,15 @@ def test_a_comparison_names_what_ran_and_finds_all_modes_equal(comparison: tuple
 def test_every_figure_of_a_comparison_is_there_for_every_batch_size(
     comparison: tuple[dict[str, Any], str, Path],
 ) -> None:
-    record, _, plot = comparison
+    record, table, plot = comparison
+    assert "the host: yardstick ms" in table
     for mode, entry in record["modes"].items():
         for key in ("output_tokens_per_s", "step_ms"):
             for batch in ("1", "2"):
                 assert 0 < entry[key][batch]["q1"] <= entry[key][batch]["median"] <= entry[key][batch]["q3"]
         assert len(entry["runs"]) == 4
+        assert all(run["yardstick_ms"]["median"] > 0 for run in entry["runs"])
+        assert entry["yardstick_ms"]["median"] > 0
         assert all(run["output_tokens"] == 4 * 40 for run in entry["runs"])
         accepted = entry["acceptance_per_position"]
         assert len(accepted) == (0 if mode == "none" else 3)
