@@ -76,3 +76,20 @@ def write_checkpoint(folder: Path, vocab_size: int = VOCAB) -> str:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size}))
     save_file(weights, folder / "model.safetensors")
     return str(folder)
+
+
+def write_adapter(folder: Path) -> str:
+    """Writes a LoRA adapter of the target, as PEFT has them, which turns it into another model; returns its path."""
+    generator = torch.Generator().manual_seed(1)
+    rank, shapes = 4, {"self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN), "mlp.down_proj": (HIDDEN, INTERMEDIATE)}
+    weights = {}
+    for layer in range(LAYERS):
+        for name, (rows, columns) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * 0.3
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["v_proj", "down_proj"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return str(folder)

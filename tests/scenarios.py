@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
 from bench.worker import drafter_of
@@ -37,13 +38,13 @@ def metrics(llm: LLM) -> dict[str, Any]:
     }
 
 
-def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+def generate(llm: LLM, prompts: list[list[int]], params: Any, adapters: Any = None) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=adapters)
 
 
-def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int = MAX_TOKENS, adapters: Any = None) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
+    return [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params, adapters)]
 
 
 def workloads(llm: LLM) -> dict[str, list[list[int]]]:
@@ -221,6 +222,34 @@ def random_prompts(llm: LLM, vocab_size: int) -> dict[str, Any]:
     draw = random.Random(0)
     prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
     return {"tokens": [*greedy(llm, prompts[-1:]), *greedy(llm, prompts)], **state(llm)}
+
+
+def adapted(llm: LLM, adapter: str, vocab_size: int) -> dict[str, Any]:
+    """Requests of the base model, of an adapter, and of both in one batch."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
+    request = LoRARequest("adapter", 1, adapter)
+    mixed = [request if i % 2 else None for i in range(len(prompts))]
+    tokens = [greedy(llm, prompts, adapters=which) for which in (None, request, mixed)]
+    return {"tokens": tokens, **state(llm)}
+
+
+def slept(llm: LLM) -> dict[str, Any]:
+    """The same prompts before and after sleep mode has taken the weights and the KV cache off the device."""
+    graphs = drafter_of(runner(llm)).graphs
+    replay, sizes = graphs.replay, []
+    graphs.replay = lambda size, *arguments: [sizes.append(size), replay(size, *arguments)][1]
+    prompts = held_out_prompts(llm.get_tokenizer(), 5, 100)
+    found = []
+    for _ in range(2):
+        sizes.clear()
+        before = metrics(llm)["spec_decode_num_accepted_tokens"]
+        tokens = greedy(llm, prompts)
+        accepted = metrics(llm)["spec_decode_num_accepted_tokens"] - before
+        found.append({"tokens": tokens, "accepted": accepted, "replays": len(sizes)})
+        llm.sleep(level=1)
+        llm.wake_up()
+    return {"before": found[0], "after": found[1], **state(llm)}
 
 
 def asynchronous(llm: LLM) -> dict[str, Any]:

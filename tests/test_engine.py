@@ -8,7 +8,7 @@ import pytest
 from tests import scenarios
 from tests.distributions import chi_square, chi_square_bound, differ
 from tests.engine import ChildFailedError, Run, mtp, run
-from tests.mimo import VOCAB, write_checkpoint
+from tests.mimo import VOCAB, write_adapter, write_checkpoint
 
 OURS = "proposers.step3p5.Step3p5Proposer"
 
@@ -253,3 +253,13 @@ def test_one_module_is_run_again_for_every_draft_of_mimo(
     assert drafted.value["proposer"] == "proposers.mtp.MiMoProposer"
     assert_lossless(drafted, plain(scenarios.random_prompts, mimo, vocab_size=VOCAB))
     assert min(drafted.value["metrics"]["spec_decode_num_accepted_tokens_per_pos"]) > 0
+
+
+def test_drafts_are_for_the_adapter_that_a_request_asks_for(mimo: dict[str, Any], tmp_path: Path) -> None:
+    asked = {"adapter": write_adapter(tmp_path), "vocab_size": VOCAB}
+    engine = {**mimo, "enable_lora": True, "max_lora_rank": 8}
+    drafted = run(scenarios.adapted, {**engine, **mtp(2)}, **asked)
+    assert drafted.value["proposer"] == "proposers.mtp.MiMoProposer"
+    assert_lossless(drafted, plain(scenarios.adapted, engine, **asked))
+    base, adapted, _ = drafted.value["tokens"]
+    assert base != adapted
