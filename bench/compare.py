@@ -2,19 +2,17 @@
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, write_record
+from bench.processes import run_mode, run_modes_by_turns
 from bench.reference import reference_acceptance
 from bench.spread import quartiles
-from bench.worker import PROGRESS, PROPOSERS_MODE
+from bench.worker import PROPOSERS_MODE
 
 SCHEMA = "vllm-mtp-proposers/compare/1"
 
@@ -31,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> 
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3, help="repetitions of every batch size in each process")
+    parser.add_argument(
+        "--by-turns", action="store_true", help="all modes' engines at once, and a run of each by turns"
+    )
     parser.add_argument("--dtype", default="float32", help="float32 makes lossless mean equal to the bit")
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
     parser.add_argument("--speculative-config", type=json.loads, default={}, help="further entries, as a JSON object")
@@ -75,8 +76,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "prompts": held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens),
     }
     architecture = json.loads(Path(args.model, "config.json").read_text()).get("architectures", [None])[0]
-    settings = {key: value for key, value in spec.items() if key != "prompts"} | {"num_prompts": args.prompts}
-    raw = {mode: run_mode({**spec, "mode": mode}) for mode in modes}
+    settings = {key: value for key, value in spec.items() if key != "prompts"}
+    settings |= {"num_prompts": args.prompts, "by_turns": args.by_turns}
+    specs = [{**spec, "mode": mode} for mode in modes]
+    raw = dict(zip(modes, run_modes_by_turns(specs) if args.by_turns else map(run_mode, specs), strict=True))
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], spec["batches"]) for mode in modes}
     lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
@@ -107,27 +110,6 @@ def parse_modes(text: str, known: Iterable[str]) -> list[str]:
     if unknown := set(modes) - set(known):
         raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
     return modes
-
-
-def run_mode(spec: dict[str, Any], worker: str = "bench.worker") -> dict[str, Any]:
-    """Runs the worker's module for one mode, passing its progress on to stderr."""
-    with tempfile.TemporaryDirectory() as folder:
-        spec_file, result_file = Path(folder, "spec.json"), Path(folder, "result.json")
-        spec_file.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", worker, str(spec_file), str(result_file)]
-        log: deque[str] = deque(maxlen=60)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(PROGRESS):
-                    print(f"{spec['mode']}: {line.removeprefix(PROGRESS).rstrip()}", file=sys.stderr, flush=True)
-                else:
-                    log.append(line)
-        if process.returncode or not result_file.exists():
-            raise RuntimeError(
-                f"Mode {spec['mode']} failed with exit status {process.returncode}. The end of its log:\n{''.join(log)}"
-            )
-        return json.loads(result_file.read_text())
 
 
 def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.compare import run_mode
 from bench.environment import describe_environment, write_record
+from bench.processes import run_mode
 
 SCHEMA = "vllm-mtp-proposers/cost/1"
 

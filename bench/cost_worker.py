@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bench.processes import report_progress
 from bench.spread import quartiles
-from bench.worker import describe_engine, keep_engine_in_process, report_progress, run_batch, run_worker
+from bench.worker import describe_engine, keep_engine_in_process, run_batch, run_worker
 
 BLOCK_SIZE = 32
 

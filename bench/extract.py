@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.compare import parse_modes, run_mode, table
+from bench.compare import parse_modes, table
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, write_record
+from bench.processes import run_mode
 from bench.reference import ROOT
 from bench.spread import quartiles
 from bench.worker import PROPOSERS_MODE

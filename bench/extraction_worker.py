@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.worker import PROPOSERS_MODE, describe_engine, keep_engine_in_process, report_progress, run_worker
+from bench.processes import report_progress
+from bench.worker import PROPOSERS_MODE, describe_engine, keep_engine_in_process, run_worker
 
 # How often a row is copied between the model and the file, by the code: ours writes the captured stream to a buffer,
 # scatters it to the store and gathers it to the host; vLLM's stacks it, copies it to a buffer, scatters, gathers.

@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.compare import parse_modes, run_mode
+from bench.compare import parse_modes
 from bench.environment import describe_environment, write_record
 from bench.gpu_worker import MODES
+from bench.processes import run_mode, run_modes_by_turns
 
 SCHEMA = "vllm-mtp-proposers/gpu/1"
 VOCAB_SIZE = 32768
@@ -18,6 +19,8 @@ NUM_EXPERTS = 32
 TOP_K = 8
 KV_HEADS = 8
 HEAD_DIM = 128
+KV_ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # a token's in one layer, bfloat16
+WORKER = "bench.gpu_worker"
 
 
 def make_config(num_layers: int) -> dict[str, Any]:
@@ -72,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=10, help="repetitions after the warm-up, the batch sizes by turns")
     parser.add_argument(
+        "--by-turns",
+        action="store_true",
+        help="all modes' engines at once, as far as the device has room, and a run of each by turns",
+    )
+    parser.add_argument(
         "--acceptance-rates", default="0.8,0.6,0.45", help="synthetic, by position, so that step times compare"
     )
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
@@ -91,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         "output_tokens": args.output_tokens,
         "runs": args.runs,
         "acceptance_rates": [float(x) for x in args.acceptance_rates.split(",")],
-        "engine": args.engine,
+        "by_turns": args.by_turns,
+        "engine": shares_of_the_device(args, config) | args.engine if args.by_turns else args.engine,
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
     }
@@ -103,16 +112,30 @@ def run(args: argparse.Namespace) -> int:
         result["modes"] = known["modes"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        for mode in modes:
-            if mode in result["modes"]:
-                continue
-            raw = run_mode({**settings, "model": folder, "mode": mode}, "bench.gpu_worker")
+        missing = [mode for mode in modes if mode not in result["modes"]]
+        specs = [{**settings, "model": folder, "mode": mode} for mode in missing]
+        found = run_modes_by_turns(specs, WORKER) if args.by_turns else (run_mode(spec, WORKER) for spec in specs)
+        for mode, raw in zip(missing, found, strict=True):
             result["modes"][mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
             write_record(result, args.json)
     print(format_table(result))
     if args.plot:
         draw(result, args.plot)
     return 0
+
+
+def shares_of_the_device(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments under which an engine takes what it needs, where by default it takes all there is."""
+    longest = max(map(int, args.prompt_tokens.split(","))) + args.output_tokens
+    # Twice the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
+    kept = sum(rows_kept(kind, longest, 2 * SLIDING_WINDOW) for kind in config["layer_types"])
+    num_bytes = max(map(int, args.batch.split(","))) * kept * KV_ROW_BYTES * 5 // 4
+    return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
+
+
+def rows_kept(kind: str, num_tokens: int, window: int = SLIDING_WINDOW) -> int:
+    """Rows in the KV cache of a layer for a request of so many tokens."""
+    return min(num_tokens, window) if kind == "sliding_attention" else num_tokens
 
 
 def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +145,8 @@ def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, 
     layers = config["layer_types"][: None if speculates else config["num_hidden_layers"]]
     for length, figures in raw["prompts"].items():
         tokens = int(length) + settings["output_tokens"] // 2
-        cached = sum(min(tokens, SLIDING_WINDOW) if kind == "sliding_attention" else tokens for kind in layers)
-        kv_bytes = cached * 2 * KV_HEADS * HEAD_DIM * 2
+        cached = sum(rows_kept(kind, tokens) for kind in layers)
+        kv_bytes = cached * KV_ROW_BYTES
         figures["floor_ms"] = {}
         figures["step_over_floor"] = {}
         for batch in map(str, settings["batches"]):
@@ -160,7 +183,8 @@ def format_table(result: dict[str, Any]) -> str:
                 shown = [_show(cell, spread) for cell in cells]
                 if any(cell != "-" for cell in shown):
                     lines.append(f"| {name} | {batch} | " + " | ".join(shown) + " |")
-    memory = ", ".join(f"{mode} {entry['graph_memory_bytes'] / 2**20:.0f} MiB" for mode, entry in modes.items())
+    taken = {mode: entry["graph_memory_bytes"] for mode, entry in modes.items()}
+    memory = ", ".join(f"{mode} {'-' if n is None else f'{n / 2**20:.0f} MiB'}" for mode, n in taken.items())
     proposers = ", ".join(f"{mode} {entry['proposer']} on {entry['runner']}" for mode, entry in modes.items())
     return "\n".join([*lines, "", f"graph memory: {memory}", f"drafters: {proposers}"])
 

@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from bench.processes import report_progress, take_turn
 from bench.spread import quartiles
 from bench.worker import (
     acceptance_counters,
     describe_engine,
     drafter_of,
     keep_engine_in_process,
-    report_progress,
     run_batch,
     run_worker,
 )
@@ -39,8 +39,8 @@ FAMILIES = {  # by parts of kernel names, the first that matches
 }
 
 
-def build_engine(spec: dict[str, Any]) -> tuple[Any, int]:
-    """An in-process `LLM` for the mode of the spec, and the bytes that its graphs take."""
+def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
+    """An in-process `LLM` for the mode of the spec, and the bytes that its graphs take, if they can be told."""
     mode, runner = MODES[spec["mode"]]
     keep_engine_in_process(mode)
     if runner is not None:
@@ -66,7 +66,8 @@ def build_engine(spec: dict[str, Any]) -> tuple[Any, int]:
             enable_prefix_caching=False,
             **spec["engine"],
         )
-    return llm, graph_memory.num_bytes
+    # Where engines start side by side, what the device lacks afterwards is not what one of them took.
+    return llm, None if spec["by_turns"] else graph_memory.num_bytes
 
 
 class GraphMemory:
@@ -213,10 +214,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         for batch, done in run_by_turns(llm, spec, prompts, times).items():
             found = summarise(done)
             if length == spec["prompt_tokens"][0]:
+                take_turn()
                 found |= profile_steps(llm.llm_engine, prompts[:batch], spec["output_tokens"])
             for name, value in found.items():
                 figures[name][str(batch)] = value
         result["prompts"][str(length)] = dict(figures)
+    take_turn()
     result["weight_bytes"] = llm.collective_rpc(weight_bytes)[0]
     result["copy_bytes_per_s"] = copy_bandwidth()
     return result
@@ -231,11 +234,13 @@ def run_by_turns(
     """
     length, output_tokens = len(prompts[0]), spec["output_tokens"]
     for batch in spec["batches"]:
+        take_turn()
         report_progress(f"prompt {length}, warming up batch {batch}")
         run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"warm-up-{length}-{batch}")
     runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for repeat in range(spec["runs"]):
         for batch in spec["batches"]:
+            take_turn()
             report_progress(f"prompt {length}, batch {batch}, run {repeat + 1} of {spec['runs']}")
             drafts, accepted = acceptance_counters(llm)
             times.clear()

@@ -12,14 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.processes import report_progress, take_turn
 from bench.spread import yardstick_ms
 
-PROGRESS = "@progress "
 PROPOSERS_MODE = {"none": "off", "upstream": "upstream", "ours": "on"}
-
-
-def report_progress(text: str) -> None:
-    print(PROGRESS + text, flush=True)
 
 
 def keep_engine_in_process(proposers_mode: str) -> None:
@@ -126,12 +122,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     llm = build_engine(spec)
     result: dict[str, Any] = {**describe_engine(llm), "runs": []}
     for batch in spec["batches"]:  # kernels are compiled for a shape when they first meet it
+        take_turn()
         report_progress(f"warming up batch {batch}")
         run_batch(llm.llm_engine, spec["prompts"][:batch], spec["output_tokens"], f"warm-up-{batch}")
     base_drafts, base_accepted = acceptance_counters(llm)
     digest = hashlib.sha256()
     for batch in spec["batches"]:
         for repeat in range(spec["runs"]):
+            take_turn()
             report_progress(f"batch {batch}, run {repeat + 1} of {spec['runs']}")
             seconds = 0.0
             steps: list[float] = []

@@ -86,6 +86,16 @@ def test_drafts_past_the_modules_are_what_the_reference_makes_too(tmp_path: Path
     assert len(ours["acceptance_per_position"]) == 6
 
 
+def test_modes_can_be_compared_by_turns() -> None:
+    done = bench("compare", "--model", TINY, *SMALL, *EAGER, "--modes", "none,ours", "--by-turns")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "lossless: true" in done.stdout
+    runs = [line.split(",")[0] + line[-6:] for line in done.stderr.splitlines() if " run " in line]
+    assert runs == [
+        f"{mode}: batch {batch}{run} of 2" for batch in (1, 2) for run in (1, 2) for mode in ("none", "ours")
+    ]
+
+
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     """The record of one draft, what was printed, and the plot."""

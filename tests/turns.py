@@ -1,0 +1,26 @@
+"""A worker for the tests of `bench.processes`: notes its turns in a file that all of them share."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from bench.processes import report_progress, take_turn
+
+
+def main() -> None:
+    spec_file, result_file = map(Path, sys.argv[1:])
+    spec = json.loads(spec_file.read_text())
+    for turn in range(spec["turns"]):
+        report_progress(f"turn {turn}")
+        print("a line that is not finished", end="")
+        take_turn()
+        with Path(spec["shared"]).open("a") as shared:
+            shared.write(f"{spec['mode']} {turn} {os.getpid()}\n")
+        if turn == spec.get("fails_in"):
+            sys.exit("no more of this")
+    result_file.write_text(json.dumps({"turns": spec["turns"]}))
+
+
+if __name__ == "__main__":
+    main()
