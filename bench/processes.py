@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,19 @@ class Worker:
                 print(f"{self._mode}: {line.removeprefix(PROGRESS).rstrip()}", file=sys.stderr, flush=True)
             else:
                 self._log.append(line)
-        if status := self._process.wait() or not self._result_file.exists():
+        status = self._process.wait()
+        if status or not self._result_file.exists():
             raise RuntimeError(
-                f"Mode {self._mode} failed with exit status {int(status)}. The end of its log:\n{''.join(self._log)}"
+                f"Mode {self._mode} failed with exit status {status}. The end of its log:\n{''.join(self._log)}"
             )
         return False
 
     def has_its_turn(self) -> bool:
         """Lets it measure, until `waits` knows how it went on."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # killed while it waited, which `waits` says
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
         return self.waits()
 
     def result(self) -> dict[str, Any]:

@@ -43,3 +43,10 @@ def test_when_a_mode_fails_its_log_is_shown_and_the_others_are_ended(tmp_path: P
     for pid in {int(pid) for _, _, pid in noted(shared)}:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_mode_that_was_killed_while_it_waited_is_told_of(tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    specs = [{"mode": "a", "turns": 3, "shared": shared}, {"mode": "b", "turns": 3, "shared": shared, "kills_in": 0}]
+    with pytest.raises(RuntimeError, match=r"Mode a failed with exit status -9"):
+        run_modes_by_turns(specs, "tests.turns")

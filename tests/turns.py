@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 from bench.processes import report_progress, take_turn
@@ -19,6 +21,11 @@ def main() -> None:
             shared.write(f"{spec['mode']} {turn} {os.getpid()}\n")
         if turn == spec.get("fails_in"):
             sys.exit("no more of this")
+        if turn == spec.get("kills_in"):
+            for line in Path(spec["shared"]).read_text().splitlines():
+                if not line.startswith(spec["mode"]):
+                    os.kill(int(line.split()[-1]), signal.SIGKILL)
+            time.sleep(0.2)  # until they are gone
     result_file.write_text(json.dumps({"turns": spec["turns"]}))
 
 
