@@ -9,9 +9,9 @@ from typing import Any
 
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, write_record
-from bench.processes import run_mode, run_modes_by_turns
+from bench.processes import run_modes
 from bench.reference import reference_acceptance
-from bench.spread import quartiles
+from bench.spread import quartiles, show_quartiles
 from bench.worker import PROPOSERS_MODE
 
 SCHEMA = "vllm-mtp-proposers/compare/1"
@@ -79,7 +79,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in spec.items() if key != "prompts"}
     settings |= {"num_prompts": args.prompts, "by_turns": args.by_turns}
     specs = [{**spec, "mode": mode} for mode in modes]
-    raw = dict(zip(modes, run_modes_by_turns(specs) if args.by_turns else map(run_mode, specs), strict=True))
+    raw = dict(zip(modes, run_modes(specs, by_turns=args.by_turns), strict=True))
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], spec["batches"]) for mode in modes}
     lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
@@ -154,8 +154,8 @@ def format_table(result: dict[str, Any]) -> str:
                 *(f"{speed:.0f}" + (f"  ({speed / base:.2f}x)" if base else "") for speed in speeds.values()),
             ]
         )
-        rows.append([f"step ms, batch {batch}", *(_show(entry["step_ms"][batch]) for entry in modes.values())])
-    rows.append(["the host: yardstick ms", *(_show(entry["yardstick_ms"]) for entry in modes.values())])
+        rows.append([f"step ms, batch {batch}", *(show_quartiles(entry["step_ms"][batch]) for entry in modes.values())])
+    rows.append(["the host: yardstick ms", *(show_quartiles(entry["yardstick_ms"]) for entry in modes.values())])
     rows.append(["acceptance length", *(f"{entry['acceptance_length']:.3f}" for entry in modes.values())])
     rows.append(
         [
@@ -167,10 +167,6 @@ def format_table(result: dict[str, Any]) -> str:
         ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
         rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
     return "\n".join([table(rows), f"lossless: {json.dumps(result['lossless'])}"])
-
-
-def _show(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.2f} [{spread['q1']:.2f}, {spread['q3']:.2f}]"
 
 
 def table(rows: list[list[str]]) -> str:

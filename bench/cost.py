@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.environment import describe_environment, write_record
 from bench.processes import run_mode
+from bench.spread import show_quartiles
 
 SCHEMA = "vllm-mtp-proposers/cost/1"
 
@@ -137,9 +138,7 @@ def _format_table(points: list[dict[str, Any]], kind: str, size: str, label: str
         some = next(iter(of_draft.values()))
         cells = [*map(str, draft), str(some["forwards"])]
         cells += [f"{some['rows'] / some['batch']:g}"] if kind == "decode" else []
-        cells += [
-            "{median:.2f} [{q1:.2f}, {q3:.2f}]".format(**of_draft[n]["ms"]) if n in of_draft else "-" for n in sizes
-        ]
+        cells += [show_quartiles(of_draft[n]["ms"]) if n in of_draft else "-" for n in sizes]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, write_record
 from bench.processes import run_mode
 from bench.reference import ROOT
-from bench.spread import quartiles
+from bench.spread import quartiles, show_quartiles
 from bench.worker import PROPOSERS_MODE
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
@@ -192,7 +192,7 @@ def format_table(result: dict[str, Any]) -> str:
     rows = [["", *modes]]
     for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "last_answer_ms"):
         speeds = (entry.get(key) for entry in modes.values())
-        rows.append([key, *("-" if s is None else f"{s['median']:.0f} [{s['q1']:.0f}, {s['q3']:.0f}]" for s in speeds)])
+        rows.append([key, *("-" if s is None else show_quartiles(s, 0) for s in speeds)])
     for key in ("overhead_prefill", "overhead_decode", *COUNTS):
         rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
     failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]

@@ -9,7 +9,8 @@ from typing import Any
 from bench.compare import parse_modes
 from bench.environment import describe_environment, write_record
 from bench.gpu_worker import MODES
-from bench.processes import run_mode, run_modes_by_turns
+from bench.processes import run_modes
+from bench.spread import show_quartiles
 
 SCHEMA = "vllm-mtp-proposers/gpu/1"
 VOCAB_SIZE = 32768
@@ -20,7 +21,6 @@ TOP_K = 8
 KV_HEADS = 8
 HEAD_DIM = 128
 KV_ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # a token's in one layer, bfloat16
-WORKER = "bench.gpu_worker"
 
 
 def make_config(num_layers: int) -> dict[str, Any]:
@@ -114,8 +114,7 @@ def run(args: argparse.Namespace) -> int:
         Path(folder, "config.json").write_text(json.dumps(config))
         missing = [mode for mode in modes if mode not in result["modes"]]
         specs = [{**settings, "model": folder, "mode": mode} for mode in missing]
-        found = run_modes_by_turns(specs, WORKER) if args.by_turns else (run_mode(spec, WORKER) for spec in specs)
-        for mode, raw in zip(missing, found, strict=True):
+        for mode, raw in zip(missing, run_modes(specs, "bench.gpu_worker", args.by_turns), strict=True):
             result["modes"][mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
             write_record(result, args.json)
     print(format_table(result))
@@ -192,7 +191,7 @@ def format_table(result: dict[str, Any]) -> str:
 def _show(cell: Any, spread: bool) -> str:
     if cell is None or (spread and cell["median"] != cell["median"]):
         return "-"
-    return f"{cell['median']:.2f} [{cell['q1']:.2f}, {cell['q3']:.2f}]" if spread else f"{cell:.2f}"
+    return show_quartiles(cell) if spread else f"{cell:.2f}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ class Worker:
 
     def result(self) -> dict[str, Any]:
         return json.loads(self._result_file.read_text())
+
+
+def run_modes(
+    specs: Sequence[dict[str, Any]], module: str = "bench.worker", by_turns: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The result of each mode, as soon as it is known. Raises what `Worker.waits` does."""
+    return iter(run_modes_by_turns(specs, module)) if by_turns else (run_mode(spec, module) for spec in specs)
 
 
 def run_mode(spec: dict[str, Any], module: str = "bench.worker") -> dict[str, Any]:

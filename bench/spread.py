@@ -12,6 +12,11 @@ def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     return {"median": round(float(median), digits), "q1": round(float(q1), digits), "q3": round(float(q3), digits)}
 
 
+def show_quartiles(spread: dict[str, float], digits: int = 2) -> str:
+    """What `quartiles` found, for a table."""
+    return f"{spread['median']:.{digits}f} [{spread['q1']:.{digits}f}, {spread['q3']:.{digits}f}]"
+
+
 def yardstick_ms() -> float:
     """How long this thread needs for a fixed piece of Python, about 10 ms of it on a quiet core.
 

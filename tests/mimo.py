@@ -88,7 +88,12 @@ def write_adapter(folder: Path) -> str:
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) * 0.3
             weights[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.3
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["v_proj", "down_proj"]}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": [x.split(".")[1] for x in shapes],
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(weights, folder / "adapter_model.safetensors")

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from vllm import LLM, SamplingParams
@@ -219,15 +220,18 @@ def by_seed(llm: LLM, prompt: list[int], temperature: float, count: int = 24) ->
 
 def random_prompts(llm: LLM, vocab_size: int) -> dict[str, Any]:
     """For models without a tokenizer: prompts of random tokens, alone and in a batch, around the block size."""
-    draw = random.Random(0)
-    prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
+    prompts = _random_prompts(vocab_size)
     return {"tokens": [*greedy(llm, prompts[-1:]), *greedy(llm, prompts)], **state(llm)}
+
+
+def _random_prompts(vocab_size: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
 
 
 def adapted(llm: LLM, adapter: str, vocab_size: int) -> dict[str, Any]:
     """Requests of the base model, of an adapter, and of both in one batch."""
-    draw = random.Random(0)
-    prompts = [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
+    prompts = _random_prompts(vocab_size)
     request = LoRARequest("adapter", 1, adapter)
     mixed = [request if i % 2 else None for i in range(len(prompts))]
     tokens = [greedy(llm, prompts, adapters=which) for which in (None, request, mixed)]
@@ -237,19 +241,20 @@ def adapted(llm: LLM, adapter: str, vocab_size: int) -> dict[str, Any]:
 def slept(llm: LLM) -> dict[str, Any]:
     """The same prompts before and after sleep mode has taken the weights and the KV cache off the device."""
     graphs = drafter_of(runner(llm)).graphs
-    replay, sizes = graphs.replay, []
-    graphs.replay = lambda size, *arguments: [sizes.append(size), replay(size, *arguments)][1]
+    graphs.replay = replay = Mock(wraps=graphs.replay)
     prompts = held_out_prompts(llm.get_tokenizer(), 5, 100)
-    found = []
-    for _ in range(2):
-        sizes.clear()
+
+    def draft() -> dict[str, Any]:
+        replay.reset_mock()
         before = metrics(llm)["spec_decode_num_accepted_tokens"]
         tokens = greedy(llm, prompts)
         accepted = metrics(llm)["spec_decode_num_accepted_tokens"] - before
-        found.append({"tokens": tokens, "accepted": accepted, "replays": len(sizes)})
-        llm.sleep(level=1)
-        llm.wake_up()
-    return {"before": found[0], "after": found[1], **state(llm)}
+        return {"tokens": tokens, "accepted": accepted, "replays": replay.call_count}
+
+    before = draft()
+    llm.sleep(level=1)
+    llm.wake_up()
+    return {"before": before, "after": draft()}
 
 
 def asynchronous(llm: LLM) -> dict[str, Any]:

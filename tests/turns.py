@@ -1,18 +1,17 @@
 """A worker for the tests of `bench.processes`: notes its turns in a file that all of them share."""
 
-import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.processes import report_progress, take_turn
+from bench.worker import run_worker
 
 
-def main() -> None:
-    spec_file, result_file = map(Path, sys.argv[1:])
-    spec = json.loads(spec_file.read_text())
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
     for turn in range(spec["turns"]):
         report_progress(f"turn {turn}")
         print("a line that is not finished", end="")
@@ -26,8 +25,8 @@ def main() -> None:
                 if not line.startswith(spec["mode"]):
                     os.kill(int(line.split()[-1]), signal.SIGKILL)
             time.sleep(0.2)  # until they are gone
-    result_file.write_text(json.dumps({"turns": spec["turns"]}))
+    return {"turns": spec["turns"]}
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(measure)
