@@ -215,7 +215,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.bar(places, [figures["gpu_busy_ms"][batch] for batch in batches], width, color=colour, label=mode)
     axes.set(xlabel="batch", ylabel="ms", title=f"Step time (pale) and GPU time of it, prompts of {length} tokens")
     axes.set_xticks(range(len(batches)), batches)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
