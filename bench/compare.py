@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.corpus import held_out_prompts
-from bench.environment import describe_environment, write_record
+from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
 from bench.reference import reference_acceptance
 from bench.spread import quartiles, show_quartiles
@@ -77,7 +77,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     architecture = json.loads(Path(args.model, "config.json").read_text()).get("architectures", [None])[0]
     settings = {key: value for key, value in spec.items() if key != "prompts"}
-    settings |= {"num_prompts": args.prompts, "by_turns": args.by_turns}
+    settings |= {"model": without_folder(args.model), "num_prompts": args.prompts, "by_turns": args.by_turns}
     specs = [{**spec, "mode": mode} for mode in modes]
     raw = dict(zip(modes, run_modes(specs, by_turns=args.by_turns), strict=True))
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}

@@ -26,7 +26,7 @@ def describe_environment() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", "bench", *map(_without_folder, sys.argv[1:])]),
+        "command": " ".join(["python", "-m", "bench", *map(without_folder, sys.argv[1:])]),
     }
 
 
@@ -37,7 +37,7 @@ def write_record(result: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _without_folder(argument: str) -> str:
+def without_folder(argument: str) -> str:
     """An absolute path's last part: a record says nothing of how a machine's files are laid out."""
     option, equals, value = argument.rpartition("=")
     return option + equals + Path(value).name if Path(value).is_absolute() else argument

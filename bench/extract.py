@@ -1,4 +1,4 @@
-"""What it costs to extract hidden states, and whether every row is right: none, upstream and ours side by side."""
+"""What it costs to extract hidden states, and whether every row is right, beside vLLM's extraction and none."""
 
 import argparse
 import importlib
@@ -12,11 +12,12 @@ from typing import Any
 
 from bench.compare import parse_modes, table
 from bench.corpus import held_out_prompts
-from bench.environment import describe_environment, write_record
-from bench.processes import run_mode
+from bench.environment import describe_environment, without_folder, write_record
+from bench.extraction_worker import MODES, is_ours
+from bench.processes import run_modes
 from bench.reference import ROOT
 from bench.spread import quartiles, show_quartiles
-from bench.worker import PROPOSERS_MODE
+from bench.worker import random_prompts
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
 
@@ -29,13 +30,21 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--layers", required=True, help="layer ids, separated by commas; N is the last layer's output")
-    parser.add_argument("--modes", default="none,upstream,ours", help="of none, upstream, ours")
+    parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per run, from the held-out files")
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3, help="repetitions in each process")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of each mode, by turns")
+    parser.add_argument(
+        "--by-turns", action="store_true", help="all modes' engines at once, and a run of each by turns; all must run"
+    )
+    parser.add_argument(
+        "--dummy-weights",
+        action="store_true",
+        help="and random prompts: the folder needs a config.json alone, and of records only the token ids are checked",
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
     parser.add_argument("--storage", type=Path, help="where to write; a temporary folder if not given")
@@ -46,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     result = measure(args)
     print(format_table(result))
     write_record(result, args.json)
-    ours = result["modes"].get("ours", {})
-    return 1 if ours.get("rows_wrong") or ours.get("files_missing") else 0
+    ours = [entry for mode, entry in result["modes"].items() if is_ours(mode)]
+    return 1 if any(entry.get("rows_wrong") or entry.get("files_missing") for entry in ours) else 0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -55,54 +64,75 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ValueError: a mode or a layer that doesn't exist, or too few output tokens.
-        RuntimeError: the process of `none` or `ours` failed.
+        RuntimeError: a process failed, other than that of `upstream` by itself.
     """
     if args.output_tokens < 4:
         raise ValueError(f"--output-tokens={args.output_tokens} leaves no decoding to time: give 4 or more.")
-    modes = parse_modes(args.modes, PROPOSERS_MODE)
-    from transformers import AutoTokenizer
-
+    modes = parse_modes(args.modes, MODES)
     config = json.loads(Path(args.model, "config.json").read_text())
+    config = config.get("text_config", config)
     spec = {
         "model": args.model,
-        "layer_ids": parse_layers(args.layers, config.get("text_config", config)["num_hidden_layers"]),
+        "layer_ids": parse_layers(args.layers, config["num_hidden_layers"]),
         "batch": args.batch,
         "prompt_tokens": args.prompt_tokens,
         "output_tokens": args.output_tokens,
         "runs": args.runs,
         "dtype": args.dtype,
+        "dummy_weights": args.dummy_weights,
         "engine": args.engine,
         "platform": (environment := describe_environment())["platform"],
     }
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens)
+    prompts = find_prompts(args, config)
     raw: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     errors: dict[str, str] = {}
-    for _ in range(args.rounds):
-        for mode in modes:
-            if mode in errors:
-                continue
-            with tempfile.TemporaryDirectory(dir=args.storage) as folder:
-                try:
-                    done = run_mode(
-                        {**spec, "mode": mode, "storage": folder, "prompts": prompts}, "bench.extraction_worker"
-                    )
-                except RuntimeError as error:
-                    if mode != "upstream":
-                        raise
-                    errors[mode] = reason(str(error))
-                    continue
-                if mode != "none":
-                    done |= check_rows(done["answers"], spec)
+    together = [modes] if args.by_turns else [[mode] for mode in modes]
+    for group in together * args.rounds:
+        if errors.keys() & set(group):
+            continue
+        try:
+            for mode, done in zip(group, run_group(group, spec | {"prompts": prompts}, args), strict=True):
                 raw[mode].append(done)
+        except RuntimeError as error:
+            if group != ["upstream"]:
+                raise
+            errors["upstream"] = reason(str(error))
     entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
     for entry in entries.values():
         add_overhead(entry, entries.get("none"))
     return {
         "schema": SCHEMA,
         "environment": environment,
-        "settings": spec | {"num_prompts": args.prompts, "rounds": args.rounds},
+        "settings": spec
+        | {"model": without_folder(args.model), "num_prompts": args.prompts}
+        | {"rounds": args.rounds, "by_turns": args.by_turns},
+        "config": config,
         "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
     }
+
+
+def find_prompts(args: argparse.Namespace, config: dict[str, Any]) -> list[list[int]]:
+    """From the held-out files, or random ones where there is no tokenizer."""
+    if args.dummy_weights:
+        return random_prompts(config["vocab_size"], args.prompts, args.prompt_tokens)
+    from transformers import AutoTokenizer
+
+    return held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens)
+
+
+def run_group(group: list[str], spec: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs these modes once, side by side if there are several, and checks their records before they are deleted."""
+    with tempfile.TemporaryDirectory(dir=args.storage) as folder:
+        specs = []
+        for mode in group:
+            storage = Path(folder, mode)
+            storage.mkdir()
+            specs.append(spec | {"mode": mode, "storage": str(storage)})
+        results = list(run_modes(specs, "bench.extraction_worker", args.by_turns))
+        for mode, done in zip(group, results, strict=True):
+            if mode != "none":
+                done |= check_rows(done["answers"], spec)
+    return results
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
@@ -117,7 +147,7 @@ def reason(message: str) -> str:
 
 
 def check_rows(answers: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, int]:
-    """Compares every row of every layer of the records with the dense reference."""
+    """Compares every row of every layer of the records with the dense reference, if there is one."""
     from proposers.hidden_states import load
 
     rows = wrong = 0
@@ -129,6 +159,8 @@ def check_rows(answers: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str,
         rows += len(tokens)
         if record[1] != tokens:
             wrong += len(tokens)
+            continue
+        if spec["dummy_weights"]:
             continue
         expected = reference(spec["model"])(tuple(tokens))[:, spec["layer_ids"]]
         scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-3)

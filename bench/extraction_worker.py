@@ -5,18 +5,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.processes import report_progress
-from bench.worker import PROPOSERS_MODE, describe_engine, keep_engine_in_process, run_worker
+from bench.processes import report_progress, take_turn
+from bench.worker import describe_engine, keep_engine_in_process, run_worker
+
+# `MTP_PROPOSERS`, and the runner that is asked for; None: the default, which is not the same for all.
+MODES = {"none": ("off", None), "upstream": ("upstream", None), "ours": ("on", None), "ours-v2": ("on", "1")}
 
 # How often a row is copied between the model and the file, by the code: ours writes the captured stream to a buffer,
 # scatters it to the store and gathers it to the host; vLLM's stacks it, copies it to a buffer, scatters, gathers.
-COPIES = {"none": 0, "upstream": 4, "ours": 3}
+COPIES = {"none": 0, "upstream": 4, "ours": 3, "ours-v2": 3}
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
     """An in-process `LLM` for the mode of the spec."""
-    keep_engine_in_process(PROPOSERS_MODE[spec["mode"]])
+    keep_engine_in_process(*MODES[spec["mode"]])
     from vllm import LLM
+
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if spec["dummy_weights"] else {}
 
     return LLM(
         spec["model"],
@@ -25,16 +30,21 @@ def build_engine(spec: dict[str, Any]) -> Any:
         max_num_seqs=spec["batch"],
         disable_log_stats=False,
         enable_prefix_caching=False,  # every run computes the same prompts anew
+        **dummy,
         **extraction_arguments(spec),
         **spec["engine"],
     )
+
+
+def is_ours(mode: str) -> bool:
+    return MODES[mode][0] == "on"
 
 
 def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
     """What makes an engine extract, in each mode."""
     if spec["mode"] == "none":
         return {}
-    ours = spec["mode"] == "ours"
+    ours = is_ours(spec["mode"])
     extra = {"storage_root" if ours else "shared_storage_path": spec["storage"]}
     return {
         "speculative_config": {
@@ -89,7 +99,7 @@ def ask(spec: dict[str, Any], max_tokens: int) -> Any:
     from vllm import SamplingParams
 
     extra = {} if spec["mode"] == "none" else {"kv_transfer_params": {"include_output_tokens": True}}
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
 def add_requests(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> None:
@@ -109,7 +119,7 @@ def read_answer(output: Any) -> dict[str, Any]:
 
 def host_bytes(spec: dict[str, Any]) -> int | None:
     """The most that waited for the writers at one time."""
-    if spec["mode"] != "ours":
+    if not is_ours(spec["mode"]):
         return None
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -121,9 +131,11 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     llm = build_engine(spec)
     engine, prompts, batch = llm.llm_engine, spec["prompts"], spec["batch"]
     result: dict[str, Any] = {**describe_engine(llm), "runs": []}
+    take_turn()
     run_prefill(engine, prompts, ask(spec, 1), "warm-up-prefill")
     run_decode(engine, prompts[:batch], ask(spec, 4), "warm-up-decode")
     for run in range(spec["runs"]):
+        take_turn()
         report_progress(f"run {run + 1} of {spec['runs']}")
         prefill_s, answers = run_prefill(engine, prompts, ask(spec, 1), f"prefill-{run}")
         decode_s, end_s = 0.0, 0.0

@@ -1,7 +1,5 @@
 """One mode of `bench gpu`, in a process of its own: `python -m bench.gpu_worker SPEC.json RESULT.json`."""
 
-import os
-import random
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,6 +12,7 @@ from bench.worker import (
     describe_engine,
     drafter_of,
     keep_engine_in_process,
+    random_prompts,
     run_batch,
     run_worker,
 )
@@ -40,10 +39,7 @@ FAMILIES = {  # by parts of kernel names, the first that matches
 
 def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
     """An in-process `LLM` for the mode of the spec, and the bytes that its graphs take, if they can be told."""
-    mode, runner = MODES[spec["mode"]]
-    keep_engine_in_process(mode)
-    if runner is not None:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
+    keep_engine_in_process(*MODES[spec["mode"]])
     from vllm import LLM
 
     speculative = {
@@ -209,9 +205,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     llm, graph_memory = build_engine(spec)
     result: dict[str, Any] = {**describe_engine(llm), "graph_memory_bytes": graph_memory, "prompts": {}}
     times = time_propose(llm)
-    rng = random.Random(0)
     for length in spec["prompt_tokens"]:
-        prompts = [[rng.randrange(spec["vocab_size"]) for _ in range(length)] for _ in range(max(spec["batches"]))]
+        prompts = random_prompts(spec["vocab_size"], max(spec["batches"]), length)
         figures: dict[str, dict[str, Any]] = defaultdict(dict)
         for batch, done in run_by_turns(llm, spec, prompts, times).items():
             found = summarise(done)

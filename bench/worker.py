@@ -6,6 +6,7 @@ The engine stays in this process, so that each of its steps can be timed from ou
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -18,11 +19,23 @@ from bench.spread import yardstick_ms
 PROPOSERS_MODE = {"none": "off", "upstream": "upstream", "ours": "on"}
 
 
-def keep_engine_in_process(proposers_mode: str) -> None:
-    """Sets what vLLM reads from the environment when it is first imported, under this `MTP_PROPOSERS`."""
+def keep_engine_in_process(proposers_mode: str, runner: str | None = None) -> None:
+    """Sets what vLLM reads from the environment when it is first imported, under this `MTP_PROPOSERS`.
+
+    Args:
+        runner: `VLLM_USE_V2_MODEL_RUNNER`; None: vLLM's choice.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["MTP_PROPOSERS"] = proposers_mode
+    if runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def random_prompts(vocab_size: int, count: int, num_tokens: int) -> list[list[int]]:
+    """The same in every process."""
+    rng = random.Random(0)
+    return [[rng.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(count)]
 
 
 def drafter_of(runner: Any) -> Any:
