@@ -191,12 +191,12 @@ def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
 
 def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """One mode's entry, from its processes."""
-    prompt_tokens, output_tokens = args.prompts * args.prompt_tokens, args.prompts * (args.output_tokens - 2)
+    prompt_tokens = args.prompts * args.prompt_tokens
     timed = [run for process in runs for run in process["runs"]]
     entry = {
         "proposer": runs[0]["proposer"],
         "prefill_tokens_per_s": quartiles([prompt_tokens / run["prefill_s"] for run in timed], 1),
-        "decode_tokens_per_s": quartiles([output_tokens / run["decode_s"] for run in timed], 1),
+        "decode_tokens_per_s": quartiles([run["decode_tokens"] / run["decode_s"] for run in timed], 1),
         "last_answer_ms": quartiles([run["last_answer_ms"] for run in timed], 1),
         "num_gpu_blocks": runs[0]["num_gpu_blocks"],
         "peak_rss_bytes": max(process["peak_rss_bytes"] for process in runs),

@@ -60,7 +60,7 @@ def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_prefill(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> tuple[float, list[dict[str, Any]]]:
+def run_all(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> tuple[float, list[dict[str, Any]]]:
     """Seconds until every prompt, all given at once, has its answer and so its record; and the answers."""
     began = time.perf_counter()
     add_requests(engine, prompts, params, tag)
@@ -72,26 +72,33 @@ def run_prefill(engine: Any, prompts: list[list[int]], params: Any, tag: str) ->
 
 def run_decode(
     engine: Any, prompts: list[list[int]], params: Any, tag: str
-) -> tuple[float, float, list[dict[str, Any]]]:
-    """Decodes all prompts in step.
+) -> tuple[float, int, float, list[dict[str, Any]]]:
+    """Decodes all prompts at once.
 
     Returns:
-        seconds between everybody's first token and their last but one, seconds from there to the last answer, which
-        waits for its record, and the answers.
+        seconds from where everybody has a token to where the first lacks but one, since then records are taken out; the
+        tokens in between; seconds from there to the last answer, which waits for its record; the answers.
     """
     add_requests(engine, prompts, params, tag)
     lengths: dict[str, int] = {}
     answers: list[dict[str, Any]] = []
-    first = last_but_one = 0.0
+    first = last = None
     while engine.has_unfinished_requests():
         for output in engine.step():
             lengths[output.request_id] = len(output.outputs[0].token_ids)
             if output.finished:
                 answers.append(read_answer(output))
-        reached = min(lengths.values()) if len(lengths) == len(prompts) else 0
-        first = first or (time.perf_counter() if reached else 0.0)
-        last_but_one = last_but_one or (time.perf_counter() if reached == params.max_tokens - 1 else 0.0)
-    return last_but_one - first, time.perf_counter() - last_but_one, answers
+        now = time.perf_counter(), sum(lengths.values())
+        if first is None and len(lengths) == len(prompts):
+            first = now
+        if last is None and max(lengths.values(), default=0) >= params.max_tokens - 1:
+            last = now
+    if first is None or last is None or last[0] <= first[0]:
+        raise ValueError(
+            f"The first of {len(prompts)} requests ended before the last had begun, so there was no decoding to time: "
+            "give more --output-tokens, or a smaller --batch."
+        )
+    return last[0] - first[0], last[1] - first[1], time.perf_counter() - last[0], answers
 
 
 def ask(spec: dict[str, Any], max_tokens: int) -> Any:
@@ -132,21 +139,23 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     engine, prompts, batch = llm.llm_engine, spec["prompts"], spec["batch"]
     result: dict[str, Any] = {**describe_engine(llm), "runs": []}
     take_turn()
-    run_prefill(engine, prompts, ask(spec, 1), "warm-up-prefill")
-    run_decode(engine, prompts[:batch], ask(spec, 4), "warm-up-decode")
+    run_all(engine, prompts, ask(spec, 1), "warm-up-prefill")
+    run_all(engine, prompts[:batch], ask(spec, 4), "warm-up-decode")
     for run in range(spec["runs"]):
         take_turn()
         report_progress(f"run {run + 1} of {spec['runs']}")
-        prefill_s, answers = run_prefill(engine, prompts, ask(spec, 1), f"prefill-{run}")
-        decode_s, end_s = 0.0, 0.0
+        prefill_s, answers = run_all(engine, prompts, ask(spec, 1), f"prefill-{run}")
+        decode_s, decode_tokens, end_s = 0.0, 0, 0.0
         for start in range(0, len(prompts), batch):
             part, tag = prompts[start : start + batch], f"decode-{run}-{start}"
-            seconds, rest, decoded = run_decode(engine, part, ask(spec, spec["output_tokens"]), tag)
-            decode_s, end_s, answers = decode_s + seconds, end_s + rest, answers + decoded
+            seconds, tokens, rest, decoded = run_decode(engine, part, ask(spec, spec["output_tokens"]), tag)
+            decode_s, decode_tokens, end_s = decode_s + seconds, decode_tokens + tokens, end_s + rest
+            answers += decoded
         result["runs"].append(
             {
                 "prefill_s": round(prefill_s, 4),
                 "decode_s": round(decode_s, 4),
+                "decode_tokens": decode_tokens,
                 "last_answer_ms": round(1e3 * end_s / -(-len(prompts) // batch), 3),
                 "files_missing": sum(not answer["there"] for answer in answers),
             }

@@ -253,28 +253,50 @@ def failing(llm: LLM, root: str) -> dict[str, Any]:
 
 
 def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
-    """A disk that stands still holds back the request that waits for it, and nobody else."""
+    """A disk that stands still holds back the requests that wait for it, and nobody else.
+
+    One of them is longer than the ring, so that its rows have to wait in the store.
+    """
     from proposers.hidden_states import storage
 
-    gate, publish = threading.Event(), storage.Storage.publish
+    gate, create, publish = threading.Event(), storage.Storage.create, storage.Storage.publish
+    watchdog = threading.Timer(60, gate.set)  # an engine that waits for the gate would wait forever
+    watchdog.daemon = True
+    watchdog.start()
 
-    def slow(self: Any, *args: Any) -> Any:
+    def wait_and_create(self: Any) -> Any:
+        gate.wait()
+        return create(self)
+
+    def wait_and_publish(self: Any, *args: Any) -> Any:
         gate.wait()
         return publish(self, *args)
 
-    storage.Storage.publish = slow  # type: ignore[method-assign]
+    storage.Storage.publish = wait_and_publish  # type: ignore[method-assign]
     engine = llm.llm_engine
-    ids = {}
-    for name, params in (("stored", ask(2)), ("other", ask(40, extract=False))):
-        ids[name] = engine.add_request(name, {"prompt_token_ids": prompts(20)[0]}, params)
-    finished: list[str] = []
-    while "other" not in finished:
-        finished += [output.request_id for output in engine.step() if output.finished]
-    before = list(finished), files(root)
-    gate.set()
-    while engine.has_unfinished_requests():
-        finished += [output.request_id for output in engine.step() if output.finished]
-    return {"before": before[0], "files before": before[1], "finished": finished, "files": files(root)}
+    facts: dict[str, Any] = {}
+    for length in (20, 150):
+        gate.clear()
+        for name, params in ((f"stored {length}", ask(2)), (f"other {length}", ask(40, extract=False))):
+            engine.add_request(name, {"prompt_token_ids": prompts(length)[0]}, params)
+        outputs: list[Any] = []
+        while f"other {length}" not in [output.request_id for output in outputs]:
+            outputs += [output for output in engine.step() if output.finished]
+        before = [output.request_id for output in outputs], files(root), gate.is_set()
+        gate.set()
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+        (stored,) = (examine(llm, output) for output in outputs if output.request_id == f"stored {length}")
+        facts[str(length)] = {
+            "before": before[0],
+            "files before": before[1],
+            "gate opened by itself": before[2],
+            "finished": [output.request_id for output in outputs],
+            "files": files(root),
+            "stored": stored,
+        }
+        storage.Storage.create = wait_and_create  # type: ignore[method-assign]
+    return facts
 
 
 def embedded(llm: LLM, root: str) -> dict[str, Any]:

@@ -205,3 +205,12 @@ def test_extraction_from_a_config_alone_is_measured_by_turns(tmp_path: Path) -> 
     assert (ours["rows"], ours["rows_wrong"], ours["files_missing"]) == (2 * 4 * (48 + 55), 0, 0)
     # Both engines were up before either was measured.
     assert done.stderr.index("ours: starting") < done.stderr.index("none: run 1 of 1")
+
+
+def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
+    # Of prompts in two steps the first ends before the second has begun.
+    small = ["--prompts", "2", "--batch", "2", "--prompt-tokens", "200", "--output-tokens", "4", "--runs", "1"]
+    chunks = ["--engine", '{"enforce_eager": true, "max_num_batched_tokens": 64}']
+    done = bench("extract", "--model", TINY, "--layers", "1", *small, *chunks, "--rounds", "1", "--modes", "ours")
+    assert done.returncode != 0
+    assert "give more --output-tokens, or a smaller --batch" in done.stderr

@@ -28,6 +28,7 @@ from tests.engine import child_environment
 from tests.records import files, no_file_longer_than
 
 HIDDEN, LAYERS = 16, (4, 0)
+ROW_BYTES = len(LAYERS) * HIDDEN * 4
 
 
 def info(rows: int, dtype: str = "float32", first: int = 0, request_id: str = "r") -> RecordInfo:
@@ -48,7 +49,7 @@ def filled(source: SupplementaryStore, *jobs: Job) -> None:
     """Hands all rows of the jobs on, from the store's first blocks."""
     needed = sum(j.row_bytes for j in jobs)
     transfer = RowTransfer(source, Ring(4 * needed, pinned=False))
-    transfer.submit([(j, range(len(source.rows))) for j in jobs])
+    transfer.submit([(j, range(len(source.rows)), 0) for j in jobs])
 
 
 def written(sink: Any, *jobs: Job) -> list[Written]:
@@ -371,11 +372,13 @@ def test_rows_of_any_blocks_arrive_through_a_ring_of_any_size(
     batch, expected = [], {}
     for i, (first, rows) in enumerate([(0, 1), (3, 9), (0, 16), (5, 2), (1, 11)]):
         mine = blocks[5 * i : 5 * i + 5]
-        batch.append((job(str(i), rows, "bfloat16", first), mine))
+        batch.append((job(str(i), rows, "bfloat16", first), mine, len(mine)))
         expected[str(i)] = source.rows[mine].flatten(0, 1)[first : first + rows]
-    for j, _ in batch:
+    for j, *_ in batch:
         writers.submit(j)
-    assert transfer.submit(batch)()
+    were_read = transfer.submit(batch)
+    transfer.finish()
+    assert all(was_read() for was_read in were_read)
     writers.close()
     results = writers.take_results()
     assert [result.error for result in results] == [None] * 5
@@ -384,6 +387,66 @@ def test_rows_of_any_blocks_arrive_through_a_ring_of_any_size(
     assert ring.peak_bytes <= ring_rows * row_bytes
     # One gather for the whole batch, where the ring has room.
     assert transfer.gathers == -(-39 // min(39, ring_rows // 2))
+
+
+def test_rows_wait_in_the_store_while_the_ring_is_full_and_come_in_their_order() -> None:
+    source, records = store(30, 4), [job(str(i), 4) for i in range(3)]
+    transfer = RowTransfer(source, Ring(6 * ROW_BYTES, pinned=False))  # pieces of three rows
+    were_read = transfer.submit([(record, [i], 1) for i, record in enumerate(records)])
+
+    def take(record: Job) -> int:
+        """What a writer does: the next rows, whose room it gives back."""
+        part = record.parts.get(timeout=30)
+        part.region.release()
+        transfer.advance()
+        return len(part.memory) // ROW_BYTES
+
+    def is_done() -> list[bool]:
+        return [was_read() for was_read in were_read]
+
+    first, second, third = records
+    assert (is_done(), transfer.waiting) == ([True, False, False], True)
+    assert take(first) == 3
+    assert is_done() == [True, True, False]
+    assert take(first) == 1  # shares its room with rows of the second
+    assert is_done() == [True, True, False]
+    assert take(second) == 2
+    assert (is_done(), transfer.waiting) == ([True, True, True], False)
+    assert [take(record) for record in (second, third, third)] == [2, 1, 3]
+
+
+def test_the_engine_waits_once_much_of_the_cache_is_kept_for_rows() -> None:
+    source, records = store(32, 4), [job(str(i), 4) for i in range(3)]
+    ring = Ring(8 * ROW_BYTES, pinned=False)
+    transfer = RowTransfer(source, ring)
+    filling = ring.take(8 * ROW_BYTES, users=1)
+    transfer.submit([(records[0], [0], 4), (records[1], [1], 4)])  # a quarter of the blocks, and none is copied
+    assert transfer.waiting
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (transfer.submit([(records[2], [2], 1)]), done.set()), daemon=True)
+    thread.start()
+    assert not done.wait(0.2)
+    filling.release()
+    assert done.wait(30)
+    thread.join()
+    assert not records[0].parts.empty()
+
+
+def test_when_a_copy_fails_no_writer_waits_for_what_was_to_come(tmp_path: Path) -> None:
+    source, records = store(30, 4), [job(str(i), 4) for i in range(3)]
+    ring = Ring(8 * ROW_BYTES, pinned=False)
+    transfer, writers = RowTransfer(source, ring), Writers([FileSink(Storage(tmp_path))], max_age=60)
+    filling = ring.take(8 * ROW_BYTES, users=1)
+    transfer.submit([(record, [i], 1) for i, record in enumerate(records[:2])])
+    transfer._rows = transfer._rows[:0]
+    for record in records[:2]:
+        writers.submit(record)
+    filling.release()
+    with pytest.raises(RuntimeError, match="index_select"):
+        transfer.advance()
+    assert not transfer.waiting
+    writers.close()
+    assert all("the engine failed" in result.error for result in writers.take_results())
 
 
 def test_a_ring_that_cannot_hold_two_rows_is_refused() -> None:

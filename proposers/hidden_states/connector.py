@@ -6,7 +6,8 @@ The host's own protocol of connectors, and what happens when:
    finished output is held back (`hold_back`, by the patch of `Scheduler.update_from_output` in the ledger), because
    the path in it must be that of a file that exists.
 2. The next step's metadata tells the worker, which gathers the rows of all of them at once before it runs the model
-   (`bind_connector_metadata`), and reports the blocks free as soon as they have been read (`get_finished`).
+   (`bind_connector_metadata`), and reports the blocks free as soon as they have been read (`get_finished`). Where the
+   ring has no room they are read in later steps.
 3. Writer threads write. What became of a record comes back with a step's output (`build_connector_worker_meta`); then
    the held output leaves, with the path or the reason why there is none.
 
@@ -45,6 +46,9 @@ logger = logging.getLogger("vllm.proposers.hidden_states")
 # How long a step without tokens waits for the writers: long enough not to spin, short enough for a new request.
 IDLE_WAIT_S = 0.02
 
+# In place of blocks that a sliding window has left behind.
+NULL_BLOCK = 0
+
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
 
 
@@ -54,12 +58,14 @@ class Take:
 
     Attributes:
         block_ids: the request's, in the store's group.
+        kept_blocks: its blocks in all groups, which are kept until the rows have been read.
         name: under the storage root; None leaves it to the worker.
         token_ids: of the rows.
     """
 
     info: RecordInfo
     block_ids: list[int]
+    kept_blocks: int
     name: str | None
     number: int
     token_ids: list[int]
@@ -185,7 +191,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._number += 1
         token_ids = list(request.all_token_ids[start:stop])
-        return Take(info, blocks, wanted.name, self._number, token_ids)
+        kept_blocks = sum(block_id != NULL_BLOCK for of_group in block_ids for block_id in of_group)
+        return Take(info, blocks, kept_blocks, wanted.name, self._number, token_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> HiddenStatesMetadata:
         takes, self._takes = self._takes, []
@@ -227,14 +234,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_store(self, store: SupplementaryStore) -> None:
         """Starts the writers, on the rank that has rows; again when the store was allocated anew."""
-        first_time = self._transfer is None
-        if first_time:
-            self._storage = Storage(self.settings.storage_root)
-            self._ring = Ring(self.settings.ring_bytes, pinned=store.rows.is_cuda)
-            self._writers = Writers(self._make_sinks(), self.settings.shard_seconds)
-            self._close = weakref.finalize(self, _close, self._writers, self._storage)
+        if self._transfer is not None:
+            self._transfer.bind(store)
+            return
+        self._storage = Storage(self.settings.storage_root)
+        self._ring = Ring(self.settings.ring_bytes, pinned=store.rows.is_cuda)
         self._transfer = RowTransfer(store, self._ring)
-        if first_time and (size := get_tensor_model_parallel_world_size()) > 1:
+        self._writers = Writers(self._make_sinks(), self.settings.shard_seconds)
+        self._close = weakref.finalize(self, _close, self._transfer, self._writers, self._storage)
+        if (size := get_tensor_model_parallel_world_size()) > 1:
             logger.info("Hidden states are the same on all %d tensor-parallel ranks: rank 0 writes them.", size)
 
     def _make_sinks(self) -> list[Sink]:
@@ -249,7 +257,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, HiddenStatesMetadata)
         if takes := connector_metadata.takes:
             self._take_out(takes)
-        if connector_metadata.idle and self.settings.sharded:
+        else:
+            self._transfer.advance()
+        if connector_metadata.idle and self.settings.sharded and not self._transfer.waiting:
             self._writers.flush()
 
     def _take_out(self, takes: list[Take]) -> None:
@@ -259,15 +269,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         for take in takes:
             name = take.name or generated_name(self._storage.run, take.number, take.info.request_id)
             job = Job(name, take.name is None, take.info, take.token_ids, row_shape)
-            batch.append((job, take.block_ids))
+            batch.append((job, take.block_ids, take.kept_blocks))
             self._writers.submit(job)
         try:
-            was_read = self._transfer.submit(batch)
+            were_read = self._transfer.submit(batch)
         except BaseException:
-            for job, _ in batch:  # or the writers would wait for their rows forever
+            for job, *_ in batch:  # or the writers would wait for their rows forever
                 job.parts.put(None)
             raise
-        self._reading |= dict.fromkeys((take.info.request_id for take in takes), was_read)
+        self._reading |= zip((take.info.request_id for take in takes), were_read, strict=True)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._transfer is None:
@@ -336,9 +346,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return HiddenStatesPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _close(writers: Writers, storage: Storage) -> None:
-    writers.close()
-    storage.close()
+def _close(transfer: RowTransfer, writers: Writers, storage: Storage) -> None:
+    try:
+        transfer.finish()
+    finally:
+        writers.close()
+        storage.close()
 
 
 def _response(record: Written) -> dict[str, Any]:

@@ -1,5 +1,10 @@
-"""From the store to the ring: the rows of all requests that finished in a step, in one gather and one copy."""
+"""From the store to the ring: the rows of all requests that finished in a step, in one gather and one copy.
 
+Rows that the ring has no room for stay in the store, whose blocks are kept for them, and are copied in later steps: a
+step waits for the disk only once a good part of the KV cache waits as well.
+"""
+
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,9 +13,13 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from mtp.supplementary import SupplementaryStore
-from proposers.hidden_states.writer import Job, Part, Ring
+from proposers.hidden_states.writer import Job, Part, Region, Ring
 
 MAX_PIECE_BYTES = 64 << 20
+
+# Of the KV cache's blocks that many may be kept for rows that wait. More, and requests that run would be preempted for
+# want of blocks; less, and steps would wait where the requests of one step end together.
+KEPT_BLOCKS = 1 / 4
 
 
 class RowTransfer:
@@ -27,43 +36,93 @@ class RowTransfer:
     """
 
     def __init__(self, store: SupplementaryStore, ring: Ring) -> None:
-        self._store, self._ring = store, ring
+        self._ring = ring
+        self._pieces: deque[_Piece] = deque()
+        self._kept_blocks = 0
+        self.gathers = self.copies = 0
+        self.bind(store)
+
+    def bind(self, store: SupplementaryStore) -> None:
+        """Reads from this store from now on; what waits is copied out of the old one before."""
+        self.finish()
+        self._store = store
         self._rows = store.rows.flatten(0, 1).flatten(1)
         row_bytes = self._rows.shape[1] * self._rows.dtype.itemsize
-        self._piece_rows = min(len(ring.buffer) // 2, MAX_PIECE_BYTES) // row_bytes
+        self._piece_rows = min(len(self._ring.buffer) // 2, MAX_PIECE_BYTES) // row_bytes
         if not self._piece_rows:
             raise ValueError(
-                f"ring_bytes={len(ring.buffer)} and the hidden states of one token take {row_bytes}: the ring has to "
-                "hold two tokens at least, and holds many better."
+                f"ring_bytes={len(self._ring.buffer)} and the hidden states of one token take {row_bytes}: the ring "
+                "has to hold two tokens at least, and holds many better."
             )
         self._row_bytes = row_bytes
         self._stream = torch.cuda.Stream(self._rows.device) if self._rows.is_cuda else None
-        self.gathers = self.copies = 0
 
-    def submit(self, batch: Sequence[tuple[Job, Sequence[int]]]) -> Callable[[], bool]:
-        """Copies the rows of these jobs, whose first position is `job.info.first_position`.
+    @property
+    def waiting(self) -> bool:
+        """Whether there are rows that the ring had no room for."""
+        return bool(self._pieces)
+
+    def submit(self, batch: Sequence[tuple[Job, Sequence[int], int]]) -> list[Callable[[], bool]]:
+        """Copies the rows of these jobs, whose first position is `job.info.first_position`, or has them wait.
 
         Args:
-            batch: jobs, each with the block ids of its request in the store's group.
+            batch: jobs, each with the block ids of its request in the store's group, and how many blocks of all groups
+                are kept until its rows have been read.
 
         Returns:
-            says whether the store has been read, so that the blocks can be somebody else's.
+            for each job, what says whether its rows have been, so that the blocks can be somebody else's.
         """
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
-        parts = [self._slots(block_ids, job.info.first_position, job.info.rows) for job, block_ids in batch]
+        parts = [self._slots(block_ids, job.info.first_position, job.info.rows) for job, block_ids, _ in batch]
         slots = torch.from_numpy(np.concatenate(parts))
-        arrived: _Arrival = _Arrival(lambda: True, lambda: None)
-        spans = _Spans([job for job, _ in batch])
-        for start in range(0, len(slots), self._piece_rows):
-            piece = slots[start : start + self._piece_rows]
-            owners = list(spans.next(len(piece)))
-            region = self._ring.take(len(piece) * self._row_bytes, len(owners))
-            arrived = self._copy(piece, region.memory)
-            for job, first, last in owners:
-                memory = region.memory[first * self._row_bytes : last * self._row_bytes]
-                job.parts.put(Part(region, memory, arrived.wait))
-        return arrived.query
+        readings = [_Reading(job, kept_blocks, job.info.rows) for job, _, kept_blocks in batch]
+        spans = _Spans(readings)
+        for piece in slots.split(self._piece_rows):
+            self._pieces.append(_Piece(piece, list(spans.next(len(piece)))))
+        self._kept_blocks += sum(reading.kept_blocks for reading in readings)
+        self.advance()
+        while self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
+            self._copy_next(self._ring.take(*self._next_size()))
+        return [reading.is_done for reading in readings]
+
+    def advance(self) -> None:
+        """Copies of what waits as much as the ring has room for."""
+        while self._pieces and (region := self._ring.take_now(*self._next_size())):
+            self._copy_next(region)
+
+    def finish(self) -> None:
+        """Copies all that waits, and waits for room."""
+        try:
+            while self._pieces:
+                self._copy_next(self._ring.take(*self._next_size()))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Tells the writers that nothing more will come."""
+        for piece in self._pieces:
+            for reading, *_ in piece.owners:
+                reading.job.parts.put(None)
+        self._pieces.clear()
+
+    def _next_size(self) -> tuple[int, int]:
+        """Bytes of the piece whose turn it is, and the number of its owners."""
+        piece = self._pieces[0]
+        return len(piece.slots) * self._row_bytes, len(piece.owners)
+
+    def _copy_next(self, region: Region) -> None:
+        piece = self._pieces[0]
+        try:
+            arrived = self._copy(piece.slots, region.memory)
+        except BaseException:
+            self._give_up()
+            raise
+        self._pieces.popleft()
+        for reading, first, last in piece.owners:
+            memory = region.memory[first * self._row_bytes : last * self._row_bytes]
+            reading.job.parts.put(Part(region, memory, arrived.wait))
+            if reading.copied(last - first, arrived.query):
+                self._kept_blocks -= reading.kept_blocks
 
     def _slots(self, block_ids: Sequence[int], first: int, rows: int) -> np.ndarray:
         """`[rows]` int64. In NumPy, since it is done for each request, and small operations take torch longer."""
@@ -79,6 +138,7 @@ class RowTransfer:
         if self._stream is None:
             torch.index_select(self._rows, 0, slots, out=host)
             return _Arrival(lambda: True, lambda: None)
+        self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
         with torch.cuda.stream(self._stream):
             indices = async_tensor_h2d(slots, device=self._rows.device)
             host.copy_(self._rows.index_select(0, indices), non_blocking=True)
@@ -93,19 +153,49 @@ class _Arrival(NamedTuple):
     wait: Callable[[], Any]
 
 
+class _Reading:
+    """A job's rows on their way out of the store; `rows` is how many are still to be copied."""
+
+    def __init__(self, job: Job, kept_blocks: int, rows: int) -> None:
+        self.job, self.kept_blocks, self.rows = job, kept_blocks, rows
+        self._arrived: Callable[[], bool] | None = None
+
+    def is_done(self) -> bool:
+        return self._arrived is not None and self._arrived()
+
+    def copied(self, rows: int, arrived: Callable[[], bool]) -> bool:
+        """Counts rows whose copy has been asked for; whether they were the last."""
+        self.rows -= rows
+        if not self.rows:
+            self._arrived = arrived
+        return not self.rows
+
+
+class _Piece(NamedTuple):
+    """Rows that are copied at once.
+
+    Attributes:
+        slots: `[num_rows]` int64.
+        owners: each with its range among them.
+    """
+
+    slots: torch.Tensor
+    owners: list[tuple[_Reading, int, int]]
+
+
 class _Spans:
     """Cuts the jobs' rows, laid end to end, into pieces."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = [(job, job.info.rows) for job in jobs]
+    def __init__(self, readings: Sequence[_Reading]) -> None:
+        self._left = deque((reading, reading.rows) for reading in readings)
 
-    def next(self, num_rows: int) -> Iterator[tuple[Job, int, int]]:
+    def next(self, num_rows: int) -> Iterator[tuple[_Reading, int, int]]:
         """The owners of the next rows, each with its range among them."""
         first = 0
         while first < num_rows:
-            job, left = self._jobs.pop(0)
+            reading, left = self._left.popleft()
             last = min(first + left, num_rows)
             if left > last - first:
-                self._jobs.insert(0, (job, left - (last - first)))
-            yield job, first, last
+                self._left.appendleft((reading, left - (last - first)))
+            yield reading, first, last
             first = last

@@ -1,8 +1,8 @@
 """From host memory to disk: a ring that bounds what waits there, and threads that write it.
 
 The engine's thread takes room in the ring, has rows copied into it and hands them on; a writer thread waits for the
-copy, writes, and gives the room back. When the disk is slower than the model, the engine's thread waits for room: that
-is the back-pressure, and the ring is all the memory there is.
+copy, writes, and gives the room back. The ring is all the memory there is: when the disk is slower than the model, rows
+wait where they are (`RowTransfer`).
 """
 
 import json
@@ -73,11 +73,23 @@ class Ring:
         Raises:
             ValueError: there never will be.
         """
+        with self._changed:
+            while (region := self.take_now(num_bytes, users)) is None:
+                self._changed.wait()
+            return region
+
+    def take_now(self, num_bytes: int, users: int) -> Region | None:
+        """Room for that many bytes, or None while there isn't.
+
+        Raises:
+            ValueError: there never will be.
+        """
         if num_bytes > len(self.buffer):
             raise ValueError(f"{num_bytes} bytes were asked of a ring of {len(self.buffer)}.")
         with self._changed:
-            while (start := self._room(num_bytes)) is None:
-                self._changed.wait()
+            start = self._room(num_bytes)
+            if start is None:
+                return None
             region = Region(self, start, start + num_bytes, users)
             self._regions.append(region)
             self.peak_bytes = max(self.peak_bytes, sum(r.stop - r.start for r in self._regions))
