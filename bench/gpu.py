@@ -90,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     modes = parse_modes(args.modes, MODES)
+    if describe_environment()["platform"] != "cuda":
+        raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
     config = make_config(args.layers)
     settings = {
         "layers": args.layers,

@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from tests.oracle.driver import run_schedules
     from tests.oracle.schedules import SETUPS
 
+    if args.modules is not None and args.modules < 1:
+        raise SystemExit(f"--modules={args.modules} would check nothing: give 1 or more.")
     choose_runner(args.runner)
     gpus = torch.cuda.device_count()
     fitting = [

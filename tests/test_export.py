@@ -121,8 +121,46 @@ def test_what_a_consumer_cannot_use_is_refused(consumer: str, made: list[Record]
 
 def test_an_export_is_not_mixed_with_another(tmp_path: Path) -> None:
     assert export([record()], "speculators", tmp_path) == 1
-    with pytest.raises(FileExistsError, match="holds an export already"):
+    with pytest.raises(FileExistsError, match="exists and is no empty folder"):
         export([record()], "speculators", tmp_path)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="export them apart"):
+        export([record(), record(), record((2, 4))], "speculators", tmp_path / "deep" / "out")
+    assert list((tmp_path / "deep").iterdir()) == []
+    assert export([record()], "speculators", tmp_path / "deep" / "out") == 1
+    assert sorted(path.name for path in (tmp_path / "deep").rglob("*")) == ["export.json", "hs_0.safetensors", "out"]
+
+
+@pytest.mark.parametrize(
+    ("records", "out", "model", "message"),
+    [
+        ("missing", "out", TINY, "missing is no folder"),
+        ("file", "out", TINY, "file is no folder"),
+        ("records", "out", "missing", "missing is no local folder with a checkpoint's config.json"),
+        ("records", "file", TINY, "file exists and is no empty folder"),
+        ("records", "records/out", TINY, "records/out is under"),
+        ("junk", "out", TINY, "junk/0.safetensors is no whole safetensors file"),
+        ("foreign", "out", TINY, "foreign/0.safetensors is no record. The schema is None"),
+        ("shard", "out", TINY, "shard/0.shard.safetensors is no shard of records"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said_in_a_line(
+    records: str, out: str, model: str, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    for name in ("records", "junk", "foreign", "shard"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "junk" / "0.safetensors").write_bytes(b"junk")
+    for name in ("foreign/0.safetensors", "shard/0.shard.safetensors"):
+        save_file({"x": torch.ones(1)}, tmp_path / name)
+    arguments = ["--records", str(tmp_path / records), "--out", str(tmp_path / out), "--model", str(tmp_path / model)]
+    monkeypatch.setattr("sys.argv", ["records", "export", "--to", "modelopt", *arguments])
+    assert main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_record_of_a_prompt_alone_is_trained_on_as_a_whole(tmp_path: Path) -> None:

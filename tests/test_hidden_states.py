@@ -78,7 +78,7 @@ def test_reused_prefixes_bring_their_rows(many: Run) -> None:
 def test_a_name_is_the_requests_to_choose_once(many: Run) -> None:
     (named,), (again,) = (many.value["batches"][name] for name in ("named", "same name"))
     assert named["params"]["hidden_states_path"].endswith("/set/one.safetensors")
-    assert "FileExistsError" in again["params"]["error"]
+    assert "the name is taken, give another: 'set/one.safetensors'" in again["params"]["error"]
     assert again["output"] == 8
 
 
@@ -96,6 +96,7 @@ def test_what_cannot_be_written_is_refused_in_the_response_and_leaves_nothing(ma
     assert refused.keys() == messages.keys()
     for name, message in messages.items():
         assert message in refused[name]["params"]["error"]
+        assert f"were not written: {refused[name]['params']['error']}" in many.log  # a streamed answer has no params
         assert refused[name]["params"].keys() == {"error"}
         assert refused[name]["output"] == 8  # the request has its text
     written, failed = 27, 1 + len(messages)

@@ -41,8 +41,8 @@ def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
     if words[:2] == ["vllm", "serve"]:  # the CPU build's command does not start, as the README says
         words = [*MODULE, "--model", *words[2:]]
     else:
-        assert words[:3] == ["python", *MODULE[1:]]
-        words[0] = sys.executable
+        assert words[:4] == ["VLLM_CPU_KVCACHE_SPACE=1", "python", *MODULE[1:]]  # as it is in every child
+        words = [sys.executable, *words[2:]]
     with serving(tmp_path / "server.log", [*words, "--enforce-eager"], free_port()) as server:
         assert server.get("/health") == ""
     extracting = "extract_hidden_states" in command
@@ -62,7 +62,8 @@ def test_a_command_of_the_readme_succeeds(command: str) -> None:
 
 
 @pytest.mark.parametrize("program", [text for language, text in BLOCKS if language == "python"])
-def test_a_python_block_runs(program: str) -> None:
-    done = run_command([sys.executable, "-c", program])
+def test_a_python_block_runs(program: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    done = run_command([sys.executable, str(tmp_path / "program.py")], VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip()

@@ -145,8 +145,8 @@ def test_settings_that_mean_nothing_are_refused(extra: dict[str, Any], message: 
         ({"paths": "x"}, "has paths; there are extract, include_output_tokens, window, name"),
         ({"window": [3]}, r"window is \[3\], and should be two positions"),
         ({"window": [True, 4]}, "should be two positions"),
-        ({"window": [5, 5]}, r"window=\[5, 5\] is empty"),
-        ({"window": [-1, 5]}, r"window=\[-1, 5\] is empty"),
+        ({"window": [5, 5]}, r"window=\[5, 5\] is no range"),
+        ({"window": [-1, 5]}, r"window=\[-1, 5\] is no range"),
     ],
 )
 def test_requests_that_mean_nothing_are_refused(params: Any, message: str) -> None:
@@ -224,7 +224,7 @@ def test_a_name_that_is_taken_keeps_what_it_has(
     filled(store(1, 8), first, second)
     results = written(FileSink(one), first) + written(FileSink(two), second)
     assert [result.error is None for result in results] == [True, False]
-    assert "FileExistsError" in results[1].error
+    assert "the name is taken, give another: 'same.safetensors'" in results[1].error
     assert load(tmp_path / "same.safetensors").info.rows == 3
     assert files(tmp_path) == ["same.safetensors"]
 

@@ -17,10 +17,12 @@ def main() -> int:
     command.add_argument("--out", required=True, type=Path, help="the folder to write to")
     command.add_argument("--model", type=Path, help="the checkpoint, where the final norm has to be applied")
     args = parser.parse_args()
-    dataset = RecordDataset(args.records)
     try:
+        if args.out.resolve().is_relative_to(args.records.resolve()):
+            raise ValueError(f"{args.out} is under {args.records}, where it would be taken for records. Name another.")
+        dataset = RecordDataset(args.records)
         count = export((dataset[i] for i in range(len(dataset))), args.to, args.out, args.model)
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{count} records for {args.to} in {args.out}")

@@ -39,7 +39,7 @@ from proposers.hidden_states.request import RecordRequest, Settings, generated_n
 from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
-from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Sink, Writers, Written
+from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Sink, Writers, Written, log_failure
 
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
@@ -160,6 +160,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             take = self._plan_take(request, block_ids)
         except ValueError as error:
             self.stats.count(records_failed=1)
+            log_failure(request.request_id, str(error))  # a streamed answer doesn't carry it
             return False, {"error": str(error)}
         if take is None:
             return False, None

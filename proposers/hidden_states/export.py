@@ -11,6 +11,7 @@ before or after the final norm; `export.json` beside the files says which it is.
 """
 
 import json
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,6 +57,8 @@ class FinalNorm:
     """
 
     def __init__(self, model: str | Path) -> None:
+        if not Path(model, "config.json").is_file():
+            raise ValueError(f"{model} is no local folder with a checkpoint's config.json. Name one that is.")
         config = json.loads(Path(model, "config.json").read_text())
         config = config.get("text_config", config)
         weight = _find_norm(Path(model))
@@ -164,22 +167,32 @@ def export(records: Iterable[Record], consumer: str, out: str | Path, model: str
 
     Args:
         consumer: one of `EXPORTERS`.
-        out: a folder; it may exist, but not hold an export.
+        out: a folder, which appears when all records are in it. It may exist if it is empty.
         model: the checkpoint, for consumers that want the last hidden state after the final norm.
 
     Raises:
         ValueError: records that the consumer can't use, or no model where one is needed.
-        FileExistsError: there is an export in the folder.
+        FileExistsError: there is something there.
     """
     if consumer not in EXPORTERS:
         raise ValueError(f"There is no exporter to {consumer!r}, only to {', '.join(EXPORTERS)}.")
     exporter, out = EXPORTERS[consumer](), Path(out)
     if exporter.normed and model is None:
         raise ValueError(f"{consumer} wants the last hidden state after the final norm: name the model's checkpoint.")
-    if (out / "export.json").exists():
-        raise FileExistsError(f"{out} holds an export already. Name another folder.")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is no empty folder. Name another, or remove it.")
     norm = FinalNorm(model) if exporter.normed and model is not None else None
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:
+        whole = Path(partial, "whole")
+        whole.mkdir()
+        count = _write_all(records, consumer, exporter, norm, whole)
+        whole.replace(out)
+    return count
+
+
+def _write_all(records: Iterable[Record], consumer: str, exporter: Exporter, norm: FinalNorm | None, out: Path) -> int:
+    """Writes the records and what they are into a folder, and returns their number."""
     first: Record | None = None
     count = 0
     for record in records:

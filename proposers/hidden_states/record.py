@@ -6,12 +6,13 @@ A file holds one record, or, where its name ends in `.shard.safetensors`, many. 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 SCHEMA = "vllm-mtp-proposers/hidden-states/1"
 CONVENTION = "id i is the residual stream entering layer i; N is the output of the last layer, before the final norm"
@@ -89,7 +90,7 @@ def load(path: str | Path, name: str | None = None) -> Record:
         ValueError: not a record, or a shard without that name.
         FileNotFoundError: there is no such file.
     """
-    with safe_open(str(path), framework="pt") as file:
+    with _opened(path) as file:
         metadata = file.metadata() or {}
         prefix = ""
         if "records" in metadata:
@@ -101,7 +102,10 @@ def load(path: str | Path, name: str | None = None) -> Record:
             metadata, prefix = records[name], f"{name}."
         elif name is not None:
             raise ValueError(f"{path} is one record and no shard, so it has none called {name!r}. Leave the name out.")
-        info = RecordInfo.from_metadata(metadata)
+        try:
+            info = RecordInfo.from_metadata(metadata)
+        except ValueError as error:
+            raise ValueError(f"{path} is no record. {error}") from None
         return Record(file.get_tensor(f"{prefix}hidden_states"), file.get_tensor(f"{prefix}token_ids"), info)
 
 
@@ -110,6 +114,7 @@ class RecordDataset(torch.utils.data.Dataset):
 
     Raises:
         FileNotFoundError: there is no such folder.
+        ValueError: a shard in it is none.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -133,9 +138,21 @@ def _entries(folder: Path) -> Iterator[tuple[Path, str | None]]:
         if not path.name.endswith(SHARD_SUFFIX):
             yield path, None
             continue
+        with _opened(path) as file:
+            metadata = file.metadata() or {}
+        if "records" not in metadata:
+            raise ValueError(f"{path} is no shard of records, whatever its name says.")
+        for name in json.loads(metadata["records"]):
+            yield path, name
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    try:
         with safe_open(str(path), framework="pt") as file:
-            for name in json.loads(file.metadata()["records"]):
-                yield path, name
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
 
 
 def safetensors_header(

@@ -111,7 +111,7 @@ def _window(window: Any) -> tuple[int, int] | None:
     if not isinstance(window, list | tuple) or len(window) != 2 or any(type(bound) is not int for bound in window):
         raise ValueError(f"window is {window!r}, and should be two positions, [start, stop).")
     if not 0 <= window[0] < window[1]:
-        raise ValueError(f"window={list(window)} is empty: give 0 <= start < stop.")
+        raise ValueError(f"window={list(window)} is no range of positions: give 0 <= start < stop.")
     return window[0], window[1]
 
 

@@ -89,9 +89,9 @@ class Storage:
         *folders, name = relative.split("/")
         folder = self._open_folder(folders)
         try:
-            if replace or not _link(temporary, name, folder):
-                if not replace and _exists(name, folder):
-                    raise FileExistsError(errno.EEXIST, "the name is taken", relative)
+            if not replace and _exists(name, folder):
+                raise _taken(relative)
+            if replace or not _link(temporary, name, folder, relative):
                 os.rename(temporary, name, dst_dir_fd=folder)
             os.fsync(folder)
         finally:
@@ -127,10 +127,16 @@ class Storage:
         self._leave()
 
 
-def _link(temporary: Path, name: str, folder: int) -> bool:
+def _taken(relative: str) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "the name is taken, give another", relative)
+
+
+def _link(temporary: Path, name: str, folder: int, relative: str) -> bool:
     """Unlike a rename, a link fails where the name is taken. False where the file system has no links."""
     try:
         os.link(temporary, name, dst_dir_fd=folder)
+    except FileExistsError:  # since it was looked for
+        raise _taken(relative) from None
     except OSError as error:
         if error.errno in _NO_HARD_LINKS:
             return False

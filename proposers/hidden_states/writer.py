@@ -365,11 +365,15 @@ class Writers:
     def _report(self, results: list[Written]) -> None:
         for result in results:
             if result.error:
-                logger.error("The hidden states of request %s were not written: %s", result.request_id, result.error)
+                log_failure(result.request_id, result.error)
         if results:
             with self._changed:
                 self._results += results
                 self._changed.notify_all()
+
+
+def log_failure(request_id: str, error: str) -> None:
+    logger.error("The hidden states of request %s were not written: %s", request_id, error)
 
 
 def _failed(job: Job, error: Exception) -> Written:

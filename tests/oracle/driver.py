@@ -263,7 +263,7 @@ def run_schedules(
                 engine.runner,
                 dense,
                 record,
-                min(dense.num_modules, setup.k) if modules is None else modules,
+                min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
                 random.Random(seed),
                 continuation,
                 greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
