@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
     torch.manual_seed(0)
-    if not args.records.exists():
+    if not args.records.exists() or not any(args.records.iterdir()):
         extract(args.records, args.count, args.tokens)
     dataset = RecordDataset(args.records)
     records = [dataset[i] for i in range(len(dataset))]
