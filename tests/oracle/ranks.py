@@ -72,9 +72,14 @@ def run_on_ranks(
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """vLLM gives the shared memory of all engines on the CPU whose ranks are started from outside the same name."""
+    """vLLM gives the shared memory of all engines on the CPU whose ranks are started from outside the same name.
+
+    One that was killed leaves it, and the next would not start.
+    """
     with Path(gettempdir(), "vllm-mtp-proposers-ranks.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            left.unlink()
         yield
 
 
