@@ -10,9 +10,9 @@ from typing import Any
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
-from bench.reference import reference_acceptance
+from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
-from bench.worker import PROPOSERS_MODE
+from bench.workers.compare import PROPOSERS_MODE
 
 SCHEMA = "vllm-mtp-proposers/compare/1"
 

@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config))
             name = f"{modules} modules, {groups} groups, K = {k}"
-            raw = run_mode({**settings, "model": folder, "k": k, "mode": name}, "bench.cost_worker")
+            raw = run_mode({**settings, "model": folder, "k": k, "mode": name}, "bench.workers.cost")
         if raw["groups"] != groups:
             raise RuntimeError(
                 f"The draft of {modules} modules has {raw['groups']} KV cache groups and was to have {groups}: this "

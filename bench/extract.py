@@ -13,11 +13,11 @@ from typing import Any
 from bench.compare import parse_modes, table
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
-from bench.extraction_worker import MODES, is_ours
 from bench.processes import run_modes
-from bench.reference import ROOT
+from bench.reference.acceptance import ROOT
 from bench.spread import quartiles, show_quartiles
-from bench.worker import random_prompts
+from bench.workers.compare import random_prompts
+from bench.workers.extract import MODES, is_ours
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
 
@@ -128,7 +128,7 @@ def run_group(group: list[str], spec: dict[str, Any], args: argparse.Namespace) 
             storage = Path(folder, mode)
             storage.mkdir()
             specs.append(spec | {"mode": mode, "storage": str(storage)})
-        results = list(run_modes(specs, "bench.extraction_worker", args.by_turns))
+        results = list(run_modes(specs, "bench.workers.extract", args.by_turns))
         for mode, done in zip(group, results, strict=True):
             if mode != "none":
                 done |= check_rows(done["answers"], spec)
@@ -185,7 +185,7 @@ def load_any(path: str, load: Callable[[str], Any]) -> tuple[Any, list[int]]:
 def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
     """Token ids to `[T, N + 1, H]` in float32, computed without the engine; equal sequences once."""
     sys.path.insert(0, str(ROOT))  # the reference lives with the tests, which are not installed
-    dense = importlib.import_module("tests.extraction").dense(model)
+    dense = importlib.import_module("tests.support.extraction").dense(model)
     return cache(lambda tokens: dense(list(tokens)))
 
 

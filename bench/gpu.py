@@ -8,9 +8,9 @@ from typing import Any
 
 from bench.compare import parse_modes
 from bench.environment import describe_environment, write_record
-from bench.gpu_worker import MODES
 from bench.processes import run_modes
 from bench.spread import show_quartiles
+from bench.workers.gpu import MODES
 
 SCHEMA = "vllm-mtp-proposers/gpu/1"
 VOCAB_SIZE = 32768
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         Path(folder, "config.json").write_text(json.dumps(config))
         missing = [mode for mode in modes if mode not in result["modes"]]
         specs = [{**settings, "model": folder, "mode": mode} for mode in missing]
-        for mode, raw in zip(missing, run_modes(specs, "bench.gpu_worker", args.by_turns), strict=True):
+        for mode, raw in zip(missing, run_modes(specs, "bench.workers.gpu", args.by_turns), strict=True):
             result["modes"][mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
             write_record(result, args.json)
     print(format_table(result))

@@ -98,18 +98,18 @@ class Worker:
 
 
 def run_modes(
-    specs: Sequence[dict[str, Any]], module: str = "bench.worker", by_turns: bool = False
+    specs: Sequence[dict[str, Any]], module: str = "bench.workers.compare", by_turns: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The result of each mode, as soon as it is known. Raises what `Worker.waits` does."""
     return iter(run_modes_by_turns(specs, module)) if by_turns else (run_mode(spec, module) for spec in specs)
 
 
-def run_mode(spec: dict[str, Any], module: str = "bench.worker") -> dict[str, Any]:
+def run_mode(spec: dict[str, Any], module: str = "bench.workers.compare") -> dict[str, Any]:
     """Runs one mode by itself. Raises what `Worker.waits` does."""
     return run_modes_by_turns([spec], module)[0]
 
 
-def run_modes_by_turns(specs: Sequence[dict[str, Any]], module: str = "bench.worker") -> list[dict[str, Any]]:
+def run_modes_by_turns(specs: Sequence[dict[str, Any]], module: str = "bench.workers.compare") -> list[dict[str, Any]]:
     """Starts all modes side by side, and has them measure by turns. Raises what `Worker.waits` does."""
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, module)) for spec in specs]

@@ -5,7 +5,7 @@ them, those that the last pass had to compute from drafts. After the pass every 
 a run from scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write
 past the last valid row, where the next window writes again.
 
-Who owns what. A host (`mtp/proposer.py` for vLLM's V1 runner, `proposers/speculator.py` for V2) translates the runner's
+Who owns what. A host (`proposers/v1.py` for vLLM's V1 runner, `proposers/v2.py` for V2) translates the runner's
 step to `PassInputs` and attention metadata, feeds the model and samples. The window, the order of modules, the slots
 and metadata of each group, and the recording of whole passes are here.
 """
@@ -23,11 +23,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from mtp.graphs import PassGraphs
 from mtp.groups import DraftGroups, leave_sequences_whole
 from mtp.kernels import has_kernels
+from mtp.kernels.window import shift_rows
+from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
-from mtp.steps import DraftDescriptor, DraftPlan
 from mtp.window import History, Window, build_window, for_other_rows
-from mtp.window_kernels import shift_rows
 
 
 class Execution(NamedTuple):

@@ -25,8 +25,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from mtp import window_kernels
 from mtp.kernels import has_kernels
+from mtp.kernels import window as window_kernels
 from mtp.rows import RowLayout, StepRows
 
 

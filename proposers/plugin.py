@@ -11,9 +11,9 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mtp.compat import Patch, apply_patches, check_vllm_version
-from proposers.extraction import ExtractionPlan, check_and_draft_nothing, extracts
-from proposers.registry import (
+from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing, extracts
+from proposers.host.patching import Patch, apply_patches, check_vllm_version
+from proposers.models import (
     SPECULATORS,
     Mode,
     is_known,
@@ -36,7 +36,7 @@ def register() -> None:
     """Entry point in the group `vllm.general_plugins`.
 
     Raises:
-        mtp.compat.HostMismatchError: this vLLM is not supported.
+        proposers.host.patching.HostMismatchError: this vLLM is not supported.
         ValueError: `MTP_PROPOSERS` holds an unknown word.
     """
     mode = Mode.from_env()
@@ -173,7 +173,7 @@ def _build_known(original: type) -> type:
             return proposer(vllm_config, device, runner)
 
         def __instancecheck__(cls, instance: object) -> bool:
-            from mtp.proposer import MultiGroupProposer
+            from proposers.v1 import MultiGroupProposer
 
             return isinstance(instance, MultiGroupProposer | original)
 
@@ -250,7 +250,7 @@ def _why_not_on_v2(vllm_config: Any, architecture: str) -> str | None:
 
 def _drafts_up_to_the_limit(original: Any) -> Any:
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
-        from mtp.proposer import MultiGroupProposer
+        from proposers.v1 import MultiGroupProposer
 
         # A draft that is limited to shorter sequences than its target can't run past its own limit.
         limited = self.effective_drafter_max_model_len < self.max_model_len
@@ -461,7 +461,7 @@ def _build_extractor(original: type) -> type:
 
 
 def _new_extractor(vllm_config: Any, device: Any) -> Any:
-    from proposers.extract_hidden_states import ExtractHiddenStatesProposer
+    from proposers.hidden_states.extractor import ExtractHiddenStatesProposer
 
     proposer = ExtractHiddenStatesProposer(vllm_config, device)
     logger.info(
@@ -475,7 +475,7 @@ def _new_extractor(vllm_config: Any, device: Any) -> Any:
 
 
 def _is_extractor(drafter: object) -> bool:
-    from proposers.extract_hidden_states import ExtractHiddenStatesProposer
+    from proposers.hidden_states.extractor import ExtractHiddenStatesProposer
 
     return isinstance(drafter, ExtractHiddenStatesProposer)
 
@@ -573,7 +573,7 @@ def _leave_room_for_rows(original: Any) -> Any:
 def _row_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
     if not extracts(vllm_config.speculative_config):
         return 0
-    from mtp.supplementary import supplementary_bytes_per_block
+    from mtp.store import supplementary_bytes_per_block
 
     return supplementary_bytes_per_block(kv_cache_groups, ExtractionPlan.of(vllm_config).row_bytes)
 

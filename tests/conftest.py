@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine import ENVIRONMENT
-from tests.interpreter import interpret_triton
+from bench.interpreter import interpret_triton
+from tests.support.engine import ENVIRONMENT
 
 # These need a GPU and its machine's vLLM: `python -m pytest tests/gpu` there. The kernels' own also run on the CPU, by
-# Triton's interpreter (`tests/test_kernels.py`).
+# Triton's interpreter (`tests/unit/test_kernels.py`).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     interpret_triton()
@@ -30,8 +30,8 @@ def unpatched() -> Iterator[None]:
     """vLLM without our patches for one test; those that were installed come back after it."""
     import vllm
 
-    from mtp import compat
     from proposers import plugin
+    from proposers.host import patching as compat
 
     was_installed = compat.installed_patches()
     compat.remove_patches()

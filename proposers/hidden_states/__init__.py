@@ -1,5 +1,17 @@
-"""Hidden states on disk: the KV connector that writes them, the record, and exporters to what trainers read."""
+"""Hidden-state extraction: what is kept, how it is written to disk, and the records that come of it."""
 
-from proposers.hidden_states.record import Record, RecordDataset, RecordInfo, load
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Record", "RecordDataset", "RecordInfo", "load"]
+if TYPE_CHECKING:
+    from proposers.hidden_states.record import RecordDataset, load
+
+__all__ = ["RecordDataset", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: front ends import this package for the plan alone, and records need torch.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from proposers.hidden_states import record
+
+    return getattr(record, name)

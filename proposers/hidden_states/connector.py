@@ -32,8 +32,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from mtp.supplementary import SupplementaryStore, anchor_group
-from proposers.extraction import METHOD, ExtractionPlan, extracts
+from mtp.store import SupplementaryStore, anchor_group
+from proposers.hidden_states.plan import METHOD, ExtractionPlan, extracts
 from proposers.hidden_states.record import RecordInfo
 from proposers.hidden_states.request import RecordRequest, Settings, generated_name
 from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats

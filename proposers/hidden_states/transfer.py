@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from mtp.supplementary import SupplementaryStore
+from mtp.store import SupplementaryStore
 from proposers.hidden_states.writer import Job, Part, Region, Ring
 
 MAX_PIECE_BYTES = 64 << 20

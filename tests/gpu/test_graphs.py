@@ -7,9 +7,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from bench.corpus import held_out_prompts
+from bench.oracle.runners import view_of
 from mtp.rows import PassInputs
-from tests.engine import TINY
-from tests.oracle.runners import view_of
+from tests.support.engine import TINY
 
 
 class Eager:

@@ -7,10 +7,10 @@ import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from mtp import fused
+from mtp.fusion.layers import fuse_gemma_norms
 from mtp.graphs import StaticInputs, fill_one_by_one
 from mtp.groups import DraftGroup
-from mtp.layers import fuse_gemma_norms
+from mtp.kernels import decoder as fused
 from mtp.rows import PassInputs, StepRows
 from mtp.slots import write_group_by_group, write_slot_mappings
 

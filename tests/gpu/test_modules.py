@@ -1,7 +1,7 @@
 """Step-3.5's modules with their kernels against vLLM's own, in a real engine."""
 
-from tests import scenarios
-from tests.engine import mtp, run
+from tests.support import scenarios
+from tests.support.engine import mtp, run
 
 # The tiny model's heads are none of FlashAttention's sizes.
 ENGINE = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests import scenarios
-from tests.engine import mtp, run
 from tests.gpu.test_modules import ENGINE
+from tests.support import scenarios
+from tests.support.engine import mtp, run
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.oracle.children import run_child
+from tests.support.oracle_children import run_child
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mtp.window_kernels import shift_rows
-from tests import test_window
-from tests.test_window import (  # noqa: F401
+from mtp.kernels.window import shift_rows
+from tests.unit import test_window
+from tests.unit.test_window import (  # noqa: F401
     test_a_request_shorter_than_its_history_begins_at_position_0,
     test_a_window_holds_the_steps_valid_rows_and_the_history_before_them,
     test_one_module_has_no_history_and_its_window_is_the_step_itself,

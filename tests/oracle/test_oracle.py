@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import TINY
-from tests.oracle.children import assert_clean, run_child
-from tests.oracle.dense import DenseModel, Reference
-from tests.oracle.record import TOLERANCE
-from tests.oracle.schedules import SETUPS, draw_setups, plan_schedule
+from bench.oracle.report import TOLERANCE
+from bench.oracle.schedules import SETUPS, draw_setups, plan_schedule
+from bench.reference.dense import DenseModel, Reference
+from tests.support.engine import TINY
+from tests.support.oracle_children import assert_clean, run_child
 
 MODEL = Path(TINY)
 

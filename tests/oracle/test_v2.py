@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.oracle.children import assert_clean, run_child
+from tests.support.oracle_children import assert_clean, run_child
 
 ON_V2 = [
     "preemption and prefixes",

@@ -1,0 +1,302 @@
+"""Runs random schedules on real engines in this process, under the eyes of a `Watcher`."""
+
+import gc
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.oracle.ranks import add_ranks, run_on_ranks
+from bench.oracle.replayed import replaying
+from bench.oracle.report import Record
+from bench.oracle.runners import view_of
+from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
+from bench.oracle.variants import checkpoint, dense_model, drafter_of
+from bench.oracle.watch import Continuation, Watcher
+from bench.reference.dense import Reference
+
+MAX_STEPS_TO_DRAIN = 2000
+
+
+class Engine:
+    """An engine in this process, whose model runner can be reached.
+
+    Use as a context manager: the engine is shut down at the end, so that another can be started.
+    """
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        # Read when vLLM is first imported: the engine core must stay in this process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else float32 products have the precision of TF32
+        # So small a model gains nothing from more threads, and loses much where something else is running.
+        torch.set_num_threads(1)
+        from vllm import LLM
+
+        with _keeping_async_scheduling():
+            self.llm = LLM(str(model), **_for_device(arguments))
+
+    @property
+    def engine(self) -> Any:
+        return self.llm.llm_engine
+
+    @property
+    def core(self) -> Any:
+        return self.engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def drafter(self) -> Any:
+        return view_of(self.runner).drafter
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    """On CUDA, with the attention backend that takes float32 and heads of 32."""
+    if not torch.cuda.is_available():
+        return arguments
+    backend = "TRITON_ATTN"
+    speculative = {**arguments["speculative_config"], "attention_backend": backend}
+    # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
+    engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+    return {**arguments, **engine, "speculative_config": speculative}
+
+
+@contextmanager
+def _keeping_async_scheduling() -> Iterator[None]:
+    """On the CPU vLLM switches asynchronous scheduling off, as of no use there; what it does to a pass shows all the
+    same, since steps are scheduled before the last one's tokens are known.
+    """
+    from vllm.platforms import current_platform
+
+    original = current_platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    with mock.patch.object(type(current_platform), "check_and_update_config", staticmethod(check_and_update_config)):
+        yield
+
+
+@dataclass
+class Request:
+    """A request that the engine works on."""
+
+    plan: RequestPlan
+    joined: int
+
+
+@dataclass
+class ScheduleRun:
+    """One schedule on one engine; `run` plays it to its end and takes what is left away."""
+
+    engine: Engine
+    setup: Setup
+    watcher: Watcher
+    name: str
+    seed: int
+    num_steps: int
+    plans: list[RequestPlan]
+    active: dict[str, Request] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self.watcher.start_schedule()
+        # Requests have no seeds of their own: on the CPU, vLLM fails where a seeded request's chunk ends before its
+        # prompt ("CPU Generator does not use offset").
+        torch.manual_seed(self.seed)
+        waiting = list(self.plans)
+        for step in range(self.num_steps):
+            while waiting and waiting[0].step <= step:
+                self._join(waiting.pop(0), step)
+            self._abort([key for key, request in self.active.items() if _is_due(request, step)])
+            self._step()
+        self._abort(list(self.active))
+        self._drain()
+        self.engine.llm.reset_prefix_cache()
+        self.watcher.record.schedules += 1
+
+    def _join(self, plan: RequestPlan, step: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = SamplingParams(
+            max_tokens=plan.max_tokens,
+            temperature=plan.temperature,
+            stop_token_ids=plan.stop_token_ids,
+            # Where a grammar is complete, it admits no other token than the end.
+            ignore_eos=plan.grammar is None,
+            detokenize=False,
+            structured_outputs=None if plan.grammar is None else StructuredOutputsParams(regex=plan.grammar),
+        )
+        name = f"{self.name} request {step}.{len(self.active)}"
+        request_id = self.engine.engine.add_request(name, {"prompt_token_ids": plan.prompt}, params)
+        self.active[request_id] = Request(plan, step)
+        if plan.diverging:
+            self.watcher.diverging.add(request_id)
+        events = self.watcher.record.events
+        events.joins += 1
+        events.short_prompts += len(plan.prompt) <= 4
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self.engine.engine.abort_request(request_ids, internal=True)
+        for request_id in request_ids:
+            del self.active[request_id]
+        self.watcher.record.events.aborts += len(request_ids)
+
+    def _step(self) -> None:
+        if not self.engine.engine.has_unfinished_requests():
+            return
+        finished = [output for output in self.engine.engine.step() if output.finished]
+        self.watcher.record.steps += 1
+        for output in finished:
+            self._leave(output)
+
+    def _leave(self, output: Any) -> None:
+        """Counts how the request went, and holds its tokens against those that the passes showed."""
+        request_id = next(key for key in self.active if key.startswith(output.request_id))
+        plan = self.active.pop(request_id).plan
+        tokens = [*plan.prompt, *output.outputs[0].token_ids]
+        followed = self.watcher.followed.get(request_id)
+        if followed is not None:
+            seen = followed.tokens[: len(tokens)]
+            assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
+        events = self.watcher.record.events
+        events.leaves += 1
+        events.stops += output.outputs[0].finish_reason == "stop"
+        events.at_max_model_len += len(tokens) >= self.setup.max_model_len
+
+    def _drain(self) -> None:
+        for _ in range(MAX_STEPS_TO_DRAIN):
+            if not self.engine.core.scheduler.has_requests() and not self.engine.core.batch_queue:
+                return
+            self.engine.engine.step()
+        raise RuntimeError(f"The engine still has requests, {MAX_STEPS_TO_DRAIN} steps after the last was aborted.")
+
+
+def _is_due(request: Request, step: int) -> bool:
+    after = request.plan.abort_after
+    return after is not None and step >= request.joined + after
+
+
+def read_texts(model: Path, *, num_tokens: int = 30_000) -> tuple[list[list[int]], list[int]]:
+    """Held-out text as token streams of at least 600 tokens, and the 40 most frequent tokens in it."""
+    from tokenizers import Tokenizer
+
+    from bench.corpus import read_sources
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts: list[list[int]] = []
+    for _, text in read_sources(held_out=True):
+        ids = tokenizer.encode(text[:20_000], add_special_tokens=False).ids
+        if len(ids) >= 600:
+            texts.append(ids)
+        if sum(map(len, texts)) >= num_tokens:
+            break
+    counts = Counter(token for text in texts for token in text)
+    return texts, [token for token, _ in counts.most_common(40)]
+
+
+def run_schedules(
+    model: Path,
+    count: int,
+    seed: int,
+    *,
+    modules: int | None = None,
+    continuation: Continuation | None = Reference.slide,
+    setups: Sequence[Setup] = SETUPS,
+    plant: Callable[[Engine], AbstractContextManager[Any]] | None = None,
+    graphs: bool = False,
+    dtype: str = "float32",
+    progress: bool = False,
+) -> Record:
+    """Runs `count` random schedules and returns what was found.
+
+    Args:
+        modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
+        continuation: see `Watcher`.
+        dtype: of the engines; the reference is always float32 (`TOLERANCES`).
+        graphs: the engines record their steps and passes of decode batches, on CUDA.
+        plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
+    """
+    texts, stops = read_texts(model)
+    record = Record(dtype=dtype)
+    for setup, number in draw_setups(random.Random(seed), count, setups):
+        if setup.ranks > 1 and "RANK" not in os.environ:
+            add_ranks(
+                record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)]
+            )
+            if progress:
+                _report(setup, number, number, record)
+            continue
+        with ExitStack() as stack:
+            folder = stack.enter_context(checkpoint(model, setup))
+            stack.enter_context(drafter_of(setup))
+            engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, dtype)))
+            dense = dense_model(folder, setup)
+            stack.enter_context(_counting_grammar_cuts(engine, record))
+            stack.enter_context(plant(engine) if plant is not None else nullcontext())
+            if setup.replayed:
+                stack.enter_context(replaying(engine.drafter, setup.graph_sizes, record.events))
+            watcher = Watcher(
+                engine.runner,
+                dense,
+                record,
+                min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
+                random.Random(seed),
+                continuation,
+                greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
+            )
+            for index in range(number):
+                rng = random.Random(f"{seed} {setup.name} {index}")
+                plan = plan_schedule(rng, setup, texts, stops)
+                ScheduleRun(engine, setup, watcher, f"{setup.name} #{index}", rng.getrandbits(32), *plan).run()
+                if progress:
+                    _report(setup, index + 1, number, record)
+    return record
+
+
+@contextmanager
+def _counting_grammar_cuts(engine: Engine, record: Record) -> Iterator[None]:
+    manager = engine.core.structured_output_manager
+    # As in engines with a scheduler per rank: a grammar is there when its request comes, and not some steps later.
+    manager._use_async_grammar_compilation = False
+    validate_tokens = manager.validate_tokens
+
+    def counting_validate_tokens(request: Any, drafts: list[int]) -> list[int]:
+        kept: list[int] = validate_tokens(request, drafts)
+        record.events.grammar_cuts += len(kept) < len(drafts)
+        return kept
+
+    with mock.patch.object(manager, "validate_tokens", counting_validate_tokens):
+        yield
+
+
+def _report(setup: Setup, done: int, number: int, record: Record) -> None:
+    print(
+        f"{setup.name} {done}/{number}: {record.schedules} schedules, {record.steps} steps, "
+        f"rows {record.rows_checked} ({record.rows_mismatched} wrong), "
+        f"drafts {record.drafts_checked} ({record.drafts_mismatched} wrong)",
+        file=sys.stderr,
+    )

@@ -1,0 +1,110 @@
+"""Schedules of a setup with several tensor-parallel ranks: a process per rank, each with an engine and an oracle.
+
+vLLM's `external_launcher` has every rank schedule for itself, so what one process of one rank can do, the watching of a
+drafter, all of them can. Every rank compares the key and value heads that are its own, and its drafts.
+"""
+
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
+
+from bench.oracle.report import Record
+from bench.oracle.schedules import Setup
+from bench.ports import free_port
+from tests.support.engine import ROOT, child_environment
+
+TIME_LIMIT_S = 1200
+
+
+def run_on_ranks(
+    model: Path,
+    count: int,
+    seed: int,
+    setup: Setup,
+    *,
+    modules: int | None = None,
+    graphs: bool = False,
+    faults: Sequence[Sequence[str]] | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Each rank's records, as JSON: one for each turn of the schedules.
+
+    Args:
+        modules, graphs: as of `bench.oracle.driver.run_schedules`.
+        faults: by rank, what to plant there in each turn (`bench.oracle.faults.FAULTS`); None: one turn, no fault.
+
+    Raises:
+        RuntimeError: a rank failed; the message ends with what it printed.
+    """
+    port = str(free_port())
+    with _one_at_a_time(), TemporaryDirectory() as folder:
+        outputs = [Path(folder, f"rank-{rank}.txt") for rank in range(setup.ranks)]
+        processes = []
+        try:
+            for rank, output in enumerate(outputs):
+                arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
+                arguments |= {"modules": modules, "graphs": graphs, "faults": faults[rank] if faults else ["none"]}
+                environment = child_environment(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(setup.ranks),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                )
+                command = [sys.executable, "-m", "tests.support.oracle_child", "on_rank", json.dumps(arguments)]
+                with output.open("w") as file:
+                    processes.append(
+                        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+                    )
+            _wait(processes, outputs)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [json.loads(output.read_text().splitlines()[-1]) for output in outputs]
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """vLLM gives the shared memory of all engines on the CPU whose ranks are started from outside the same name.
+
+    One that was killed leaves it, and the next would not start.
+    """
+    with Path(gettempdir(), "vllm-mtp-proposers-ranks.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            left.unlink()
+        yield
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path]) -> None:
+    """One that fails leaves the others waiting for it, so the first failure ends it for all."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while any(running := [process.poll() is None for process in processes]):
+        failed = [rank for rank, process in enumerate(processes) if process.returncode]
+        if failed or time.monotonic() > deadline:
+            rank = failed[0] if failed else running.index(True)
+            how = f"exited with {processes[rank].returncode}" if failed else f"is not done after {TIME_LIMIT_S} s"
+            raise RuntimeError(f"Rank {rank} {how}:\n{outputs[rank].read_text(errors='replace')[-6000:]}")
+        time.sleep(0.1)
+    if failed := [rank for rank, process in enumerate(processes) if process.returncode]:
+        raise RuntimeError(f"Rank {failed[0]} failed:\n{outputs[failed[0]].read_text(errors='replace')[-6000:]}")
+
+
+def add_ranks(record: Record, ranks: list[dict[str, Any]]) -> None:
+    """Adds what the ranks found to a record: rows and drafts of all; events and steps, which are the same, once.
+
+    Raises:
+        AssertionError: the ranks didn't run the same steps.
+    """
+    first = ranks[0]
+    assert all(rank["events"] == first["events"] and rank["steps"] == first["steps"] for rank in ranks), ranks
+    record.add(first)
+    for number, rank in enumerate(ranks[1:], 1):
+        record.add(rank | {"schedules": 0, "steps": 0, "passes": 0, "events": {}}, f"Rank {number}: ")

@@ -1,0 +1,77 @@
+"""Checkpoints and drafters for what the tiny model can't show."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+from safetensors.torch import load_file, save_file
+
+from bench.oracle.schedules import Setup
+from bench.reference import mimo_checkpoint as mimo
+from bench.reference.dense import DenseModel, read_config
+from bench.reference.mimo import DenseMiMo
+
+WEIGHTS = "model.safetensors"
+
+
+@contextmanager
+def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
+    """The folder of the setup's checkpoint, made from `model` or, for MiMo, with as many tokens."""
+    if setup.checkpoint == "tiny":
+        yield model
+        return
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if setup.checkpoint == "wide":
+            widen_sliding_layers(model, folder)
+        else:
+            mimo.write_checkpoint(folder, read_config(model)["vocab_size"])
+        yield folder
+
+
+def dense_model(folder: Path, setup: Setup) -> DenseModel:
+    """The reference of a setup's checkpoint."""
+    if setup.checkpoint == "mimo":
+        return DenseMiMo(folder)
+    return DenseModel(folder, hidden_states_flow=setup.hidden_states_flow)
+
+
+@contextmanager
+def drafter_of(setup: Setup) -> Iterator[None]:
+    """Engines built inside have the setup's drafter."""
+    from proposers.models import PROPOSERS, SPECULATORS
+
+    if setup.hidden_states_flow:
+        yield
+        return
+    with (
+        mock.patch.dict(PROPOSERS, {"Step3p5MTP": "bench.oracle.unchained:UnchainedProposer"}),
+        mock.patch.dict(SPECULATORS, {"Step3p5MTP": "bench.oracle.unchained_speculator:UnchainedSpeculator"}),
+    ):
+        yield
+
+
+def widen_sliding_layers(model: Path, folder: Path) -> None:
+    """Writes a checkpoint that computes the same with twice as many key and value heads in its sliding layers.
+
+    Each head stands there twice, and half as many query heads share it. The sliding layers' rows then take twice the
+    room of the others', so vLLM gives the groups blocks of different sizes.
+    """
+    for path in model.glob("*.json"):
+        shutil.copy(path, folder)
+    config = json.loads((model / "config.json").read_text())
+    other = config["attention_other_setting"]
+    head_dim = other["head_dim"]
+    tensors = load_file(model / WEIGHTS)
+    for layer, kind in enumerate(config["layer_types"]):
+        for name in ("k_proj", "v_proj") if kind == other["attention_type"] else ():
+            key = f"model.layers.{layer}.self_attn.{name}.weight"
+            heads = tensors[key].unflatten(0, (-1, head_dim))
+            tensors[key] = heads.repeat_interleave(2, dim=0).flatten(0, 1).contiguous()
+    other["num_attention_groups"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

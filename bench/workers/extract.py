@@ -1,0 +1,172 @@
+"""One mode of `bench extract`, in a process of its own: `python -m bench.workers.extract SPEC.json RESULT.json`."""
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.processes import report_progress, take_turn
+from bench.workers.compare import describe_engine, keep_engine_in_process, run_worker
+
+# `MTP_PROPOSERS`, and the runner that is asked for; None: the default, which is not the same for all.
+MODES = {"none": ("off", None), "upstream": ("upstream", None), "ours": ("on", None), "ours-v2": ("on", "1")}
+
+# How often a row is copied between the model and the file, by the code: ours writes the captured stream to a buffer,
+# scatters it to the store and gathers it to the host; vLLM's stacks it, copies it to a buffer, scatters, gathers.
+COPIES = {"none": 0, "upstream": 4, "ours": 3, "ours-v2": 3}
+
+
+def build_engine(spec: dict[str, Any]) -> Any:
+    """An in-process `LLM` for the mode of the spec."""
+    keep_engine_in_process(*MODES[spec["mode"]])
+    from vllm import LLM
+
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if spec["dummy_weights"] else {}
+
+    return LLM(
+        spec["model"],
+        dtype=spec["dtype"],
+        max_model_len=spec["prompt_tokens"] + spec["output_tokens"] + 2,
+        max_num_seqs=spec["batch"],
+        disable_log_stats=False,
+        enable_prefix_caching=False,  # every run computes the same prompts anew
+        **dummy,
+        **extraction_arguments(spec),
+        **spec["engine"],
+    )
+
+
+def is_ours(mode: str) -> bool:
+    return MODES[mode][0] == "on"
+
+
+def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
+    """What makes an engine extract, in each mode."""
+    if spec["mode"] == "none":
+        return {}
+    ours = is_ours(spec["mode"])
+    extra = {"storage_root" if ours else "shared_storage_path": spec["storage"]}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": spec["layer_ids"]}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStatesConnector" if ours else "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": extra,
+        },
+    }
+
+
+def run_all(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds until every prompt, all given at once, has its answer and so its record; and the answers."""
+    began = time.perf_counter()
+    add_requests(engine, prompts, params, tag)
+    answers = []
+    while engine.has_unfinished_requests():
+        answers += [read_answer(output) for output in engine.step() if output.finished]
+    return time.perf_counter() - began, answers
+
+
+def run_decode(
+    engine: Any, prompts: list[list[int]], params: Any, tag: str
+) -> tuple[float, int, float, list[dict[str, Any]]]:
+    """Decodes all prompts at once.
+
+    Returns:
+        seconds from where everybody has a token to where the first lacks but one, since then records are taken out; the
+        tokens in between; seconds from there to the last answer, which waits for its record; the answers.
+    """
+    add_requests(engine, prompts, params, tag)
+    lengths: dict[str, int] = {}
+    answers: list[dict[str, Any]] = []
+    first = last = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                answers.append(read_answer(output))
+        now = time.perf_counter(), sum(lengths.values())
+        if first is None and len(lengths) == len(prompts):
+            first = now
+        if last is None and max(lengths.values(), default=0) >= params.max_tokens - 1:
+            last = now
+    if first is None or last is None or last[0] <= first[0]:
+        raise ValueError(
+            f"The first of {len(prompts)} requests ended before the last had begun, so there was no decoding to time: "
+            "give more --output-tokens, or a smaller --batch."
+        )
+    return last[0] - first[0], last[1] - first[1], time.perf_counter() - last[0], answers
+
+
+def ask(spec: dict[str, Any], max_tokens: int) -> Any:
+    """Greedy, with a record of all rows where the mode extracts."""
+    from vllm import SamplingParams
+
+    extra = {} if spec["mode"] == "none" else {"kv_transfer_params": {"include_output_tokens": True}}
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
+
+
+def add_requests(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> None:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
+
+
+def read_answer(output: Any) -> dict[str, Any]:
+    params = output.kv_transfer_params or {}
+    path = params.get("hidden_states_path")
+    return {
+        "tokens": [*output.prompt_token_ids, *output.outputs[0].token_ids],
+        "path": path,
+        "there": path is not None and Path(path).exists(),
+    }
+
+
+def host_bytes(spec: dict[str, Any]) -> int | None:
+    """The most that waited for the writers at one time."""
+    if not is_ours(spec["mode"]):
+        return None
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().peak_host_bytes
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    report_progress("starting the engine")
+    llm = build_engine(spec)
+    engine, prompts, batch = llm.llm_engine, spec["prompts"], spec["batch"]
+    result: dict[str, Any] = {**describe_engine(llm), "runs": []}
+    take_turn()
+    run_all(engine, prompts, ask(spec, 1), "warm-up-prefill")
+    run_all(engine, prompts[:batch], ask(spec, 4), "warm-up-decode")
+    for run in range(spec["runs"]):
+        take_turn()
+        report_progress(f"run {run + 1} of {spec['runs']}")
+        prefill_s, answers = run_all(engine, prompts, ask(spec, 1), f"prefill-{run}")
+        decode_s, decode_tokens, end_s = 0.0, 0, 0.0
+        for start in range(0, len(prompts), batch):
+            part, tag = prompts[start : start + batch], f"decode-{run}-{start}"
+            seconds, tokens, rest, decoded = run_decode(engine, part, ask(spec, spec["output_tokens"]), tag)
+            decode_s, decode_tokens, end_s = decode_s + seconds, decode_tokens + tokens, end_s + rest
+            answers += decoded
+        result["runs"].append(
+            {
+                "prefill_s": round(prefill_s, 4),
+                "decode_s": round(decode_s, 4),
+                "decode_tokens": decode_tokens,
+                "last_answer_ms": round(1e3 * end_s / -(-len(prompts) // batch), 3),
+                "files_missing": sum(not answer["there"] for answer in answers),
+            }
+        )
+        result["answers"] = answers  # of the last run: they are the same in all
+    result["num_gpu_blocks"] = engine.vllm_config.cache_config.num_gpu_blocks
+    result["copies"] = COPIES[spec["mode"]] + (spec["mode"] != "none" and spec["platform"] == "cuda")
+    result["peak_host_bytes"] = host_bytes(spec)
+    result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return result
+
+
+if __name__ == "__main__":
+    run_worker(measure)

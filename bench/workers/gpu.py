@@ -1,0 +1,283 @@
+"""One mode of `bench gpu`, in a process of its own: `python -m bench.workers.gpu SPEC.json RESULT.json`."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from bench.processes import report_progress, take_turn
+from bench.spread import quartiles
+from bench.workers.compare import (
+    acceptance_counters,
+    describe_engine,
+    drafter_of,
+    keep_engine_in_process,
+    random_prompts,
+    run_batch,
+    run_worker,
+)
+
+# `MTP_PROPOSERS`, and the runner that is asked for.
+MODES = {
+    "none": ("off", None),  # vLLM's choice
+    "upstream-v1": ("upstream", "0"),
+    "upstream-v2": ("upstream", "1"),
+    "ours": ("on", "0"),
+    "ours-v2": ("on", "1"),
+}
+PROFILED_STEPS = 20
+FAMILIES = {  # by parts of kernel names, the first that matches
+    "norm": ("norm",),  # before the products: "gemma" has "gemm" in it
+    "attention": ("flash", "attention", "fmha"),
+    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma"),
+    "experts": ("moe", "topk"),
+    "slots and window": ("slot", "window"),
+    "KV write": ("reshape_and_cache",),
+    "argmax": ("reduce", "argmax"),
+}
+
+
+def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
+    """An in-process `LLM` for the mode of the spec, and the bytes that its graphs take, if they can be told."""
+    keep_engine_in_process(*MODES[spec["mode"]])
+    from vllm import LLM
+
+    speculative = {
+        "method": "mtp",
+        "num_speculative_tokens": spec["k"],
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": spec["acceptance_rates"],
+        **spec["speculative_config"],
+    }
+    with GraphMemory() as graph_memory:
+        llm = LLM(
+            spec["model"],
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=max(spec["prompt_tokens"]) + spec["output_tokens"] + spec["k"] + 1,
+            max_num_seqs=max(spec["batches"]),
+            speculative_config=None if spec["mode"] == "none" else speculative,
+            disable_log_stats=False,
+            enable_prefix_caching=False,
+            **spec["engine"],
+        )
+    # Where engines start side by side, what the device lacks afterwards is not what one of them took.
+    return llm, None if spec["by_turns"] else graph_memory.num_bytes
+
+
+class GraphMemory:
+    """What the runners' capture phase takes, read off the device around it."""
+
+    num_bytes = 0
+
+    def __enter__(self) -> "GraphMemory":
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+
+        self._originals = [(runner, runner.capture_model) for runner in (V1, V2)]
+        for runner, original in self._originals:
+            runner.capture_model = self._measured(original)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for runner, original in self._originals:
+            runner.capture_model = original
+
+    def _measured(self, original: Any) -> Any:
+        def capture_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            before = torch.cuda.mem_get_info()[0]
+            result = original(runner, *args, **kwargs)
+            torch.cuda.synchronize()
+            self.num_bytes = before - torch.cuda.mem_get_info()[0]
+            return result
+
+        return capture_model
+
+
+def time_propose(llm: Any) -> list[tuple[float, float]]:
+    """Has when every further draft pass began, and its host time in ms, put into a list."""
+    times: list[tuple[float, float]] = []
+
+    def wrap(worker: Any) -> None:
+        runner = worker.model_runner
+        drafter = drafter_of(runner)
+        if drafter is None:
+            return
+        original = drafter.propose
+
+        def propose(*args: Any, **kwargs: Any) -> Any:
+            before = time.perf_counter()
+            result = original(*args, **kwargs)
+            times.append((before, (time.perf_counter() - before) * 1e3))
+            return result
+
+        drafter.propose = propose
+
+    llm.collective_rpc(wrap)
+    return times
+
+
+def profile_steps(engine: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    """GPU time of `PROFILED_STEPS` decode steps, by kernel family, in ms a step."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"profile-{i}", {"prompt_token_ids": prompt}, params)
+    seen: set[str] = set()
+    while len(seen) < len(prompts):
+        seen |= {output.request_id for output in engine.step()}
+    for _ in range(3):
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        before = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - before) * 1e3
+    while engine.has_unfinished_requests():
+        engine.step()
+    kernels = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    families: dict[str, float] = defaultdict(float)
+    for start, end, name in kernels:
+        families[family_of(name)] += (end - start) / 1e3 / PROFILED_STEPS
+    longest: dict[str, list[float]] = defaultdict(list)
+    for start, end, name in kernels:
+        longest[name[:80]].append((end - start) / 1e3)
+    top = sorted(longest.items(), key=lambda item: -sum(item[1]))[:40]
+    return {
+        "gpu_busy_ms": round(busy((start, end) for start, end, _ in kernels) / 1e3 / PROFILED_STEPS, 4),
+        "profiled_step_ms": round(wall / PROFILED_STEPS, 4),
+        "kernels_per_step": round(len(kernels) / PROFILED_STEPS, 1),
+        "gpu_ms_by_family": {name: round(ms, 4) for name, ms in sorted(families.items(), key=lambda item: -item[1])},
+        "top_kernels": {
+            name: {"ms": round(sum(times) / PROFILED_STEPS, 4), "launches": round(len(times) / PROFILED_STEPS, 1)}
+            for name, times in top
+        },
+    }
+
+
+def family_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((family for family, parts in FAMILIES.items() if any(part in name for part in parts)), "other")
+
+
+def busy(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that a large copy on the device moves, read and written.
+
+    Of many the fastest: the clock of a device that had nothing to do rises with the load, and a floor is a floor.
+    """
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(100):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / min(times)
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    report_progress("starting the engine")
+    llm, graph_memory = build_engine(spec)
+    result: dict[str, Any] = {**describe_engine(llm), "graph_memory_bytes": graph_memory, "prompts": {}}
+    times = time_propose(llm)
+    for length in spec["prompt_tokens"]:
+        prompts = random_prompts(spec["vocab_size"], max(spec["batches"]), length)
+        figures: dict[str, dict[str, Any]] = defaultdict(dict)
+        for batch, done in run_by_turns(llm, spec, prompts, times).items():
+            found = summarise(done)
+            if length == spec["prompt_tokens"][0]:
+                take_turn()
+                found |= profile_steps(llm.llm_engine, prompts[:batch], spec["output_tokens"])
+            for name, value in found.items():
+                figures[name][str(batch)] = value
+        result["prompts"][str(length)] = dict(figures)
+    take_turn()
+    result["weight_bytes"] = llm.collective_rpc(weight_bytes)[0]
+    result["copy_bytes_per_s"] = copy_bandwidth()
+    return result
+
+
+def run_by_turns(
+    llm: Any, spec: dict[str, Any], prompts: list[list[int]], times: list[tuple[float, float]]
+) -> dict[int, list[dict[str, Any]]]:
+    """What `run_batch` found in each run, by batch size, with drafts, accepted drafts and times of `propose`.
+
+    By turns: a host that others use is slow for seconds on end, which is as long as all runs of one batch size take.
+    """
+    length, output_tokens = len(prompts[0]), spec["output_tokens"]
+    for batch in spec["batches"]:
+        take_turn()
+        report_progress(f"prompt {length}, warming up batch {batch}")
+        run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"warm-up-{length}-{batch}")
+    runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for repeat in range(spec["runs"]):
+        for batch in spec["batches"]:
+            take_turn()
+            report_progress(f"prompt {length}, batch {batch}, run {repeat + 1} of {spec['runs']}")
+            drafts, accepted = acceptance_counters(llm)
+            times.clear()
+            run = run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"{length}-{batch}-{repeat}")
+            drafts_now, accepted_now = acceptance_counters(llm)
+            run |= {"drafts": drafts_now - drafts, "accepted": sum(accepted_now) - sum(accepted)}
+            spans = run["decode_spans"]
+            run["propose_host_ms"] = [ms for when, ms in times if any(start <= when < end for start, end in spans)]
+            runs[batch].append(run)
+    return runs
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one batch size over its runs."""
+    speeds = [sum(map(len, run["token_ids"])) / run["seconds"] for run in runs]
+    figures: dict[str, Any] = {
+        name: quartiles([ms for run in runs for ms in run[name]])
+        for name in ("propose_host_ms", "step_ms", "ttft_ms", "yardstick_ms")
+    }
+    figures["output_tokens_per_s"] = quartiles(speeds, 1)
+    figures["decode_tokens_per_s"] = quartiles([run["decode_tokens_per_s"] for run in runs], 1)
+    if drafts := sum(run["drafts"] for run in runs):
+        figures["acceptance_length"] = round(1 + sum(run["accepted"] for run in runs) / drafts, 4)
+    return figures
+
+
+def weight_bytes(worker: Any) -> dict[str, int]:
+    """Bytes of experts, of embeddings, which a step reads a few rows of, and of everything else."""
+    runner = worker.model_runner
+    drafter = drafter_of(runner)
+    totals = {"experts": 0, "embeddings": 0, "dense": 0}
+    seen: set[int] = set()
+    for model in (runner.model, getattr(drafter, "model", None)):
+        for name, parameter in model.named_parameters() if model is not None else ():
+            if parameter.data_ptr() not in seen:
+                seen.add(parameter.data_ptr())
+                kind = "experts" if "experts" in name else "embeddings" if "embed_tokens" in name else "dense"
+                totals[kind] += parameter.numel() * parameter.element_size()
+    return totals
+
+
+if __name__ == "__main__":
+    run_worker(measure)

@@ -1,0 +1,74 @@
+"""Layers of a draft as one kernel each, wherever they stand in the model.
+
+A draft is not compiled, but the host chooses a layer's implementation for a model that is: `GemmaRMSNorm` is a chain of
+seven launches behind a dispatcher, a rotary embedding one of sixteen. What a model can have beyond that, with kernels
+across layers, is its own matter (`mtp/kernels/decoder.py`, `proposers/models/step3p5.py`).
+"""
+
+import copy
+import functools
+
+import torch
+import vllm.envs as envs
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+from mtp.kernels.decoder import gemma_rms_norm
+
+
+def fuse_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Gives norms, rotary embeddings and activations of a model that is not compiled their kernels.
+
+    Batch-invariant mode keeps what the host chose.
+    """
+    fuse_gemma_norms(model)
+    use_kernels_of_the_host(model, vllm_config)
+
+
+def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:
+    """Has rotary embeddings and activations run as the host's own kernels, as they would in an eager engine.
+
+    Returns:
+        how many there were.
+    """
+    if envs.VLLM_BATCH_INVARIANT:
+        return 0
+    found = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, RotaryEmbeddingBase | SiluAndMul)
+    ]
+    with set_current_vllm_config(vllm_config):
+        for parent, name, layer in found:
+            # The target has the same rotary embeddings, and is compiled with them: so of a copy, with the same tables.
+            own = copy.copy(layer)
+            own._enforce_enable = True
+            own._forward_method = own.dispatch_forward(compile_native=False)
+            setattr(parent, name, own)
+    return len(found)
+
+
+def fuse_gemma_norms(model: nn.Module) -> int:
+    """Gives every `GemmaRMSNorm` of a model that is not compiled one kernel: ours on CUDA, else vLLM's or PyTorch's.
+
+    Batch-invariant mode keeps the host's own.
+
+    Returns:
+        how many there were.
+    """
+    if envs.VLLM_BATCH_INVARIANT:
+        return 0
+    norms = [module for module in model.modules() if isinstance(module, GemmaRMSNorm)]
+    for norm in norms:
+        norm._forward_method = functools.partial(_forward, norm, norm._forward_method)
+    return len(norms)
+
+
+def _forward(norm: GemmaRMSNorm, unfused, x: torch.Tensor, residual: torch.Tensor | None = None):
+    if residual is not None:
+        return unfused(x, residual)
+    return gemma_rms_norm(x, norm.weight, norm.variance_epsilon)

@@ -1,0 +1,392 @@
+"""`MultiGroupProposer`: drafting passes on vLLM's V1 model runner.
+
+Who owns what. The host owns block tables, the target's hidden states and the metadata of its step; nothing of it is
+changed here. The proposer owns one slot-mapping buffer per group (`mtp/groups.py`), the history (`mtp/window.py`) and
+the input buffers. `initialize_attn_backend` binds the groups, `set_per_group_attn_metadata` hands over their block
+tables in every step, `propose` uses both. What a pass does is in `mtp/passes.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from mtp.groups import build_draft_groups
+from mtp.kernels.decoder import argmax
+from mtp.passes import DraftPasses, Drafts, Execution
+from mtp.rows import PassInputs, StepRows
+from mtp.window import History, Window, chunk_ends
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class DraftBatch(NamedTuple):
+    """The host's view of the requests that are drafted for.
+
+    Attributes:
+        num_sampled: `[num_reqs]`, how many tokens of this step `input_batch` counts in already.
+    """
+
+    requests: dict[str, CachedRequestState]
+    input_batch: InputBatch
+    num_sampled: np.ndarray
+
+
+@dataclass(slots=True)
+class SampledDrafts(Drafts):
+    """Drafts of which some may be drawn from a distribution.
+
+    Attributes:
+        sampling_metadata: None: all requests take the likeliest token.
+        generators: of requests with a seed of their own, whose drafts must not depend on what runs beside them.
+        probs: `[num_reqs, vocab_size]` float32 each, where the rejection sampler wants distributions.
+    """
+
+    sampling_metadata: SamplingMetadata | None = None
+    generators: dict[int, torch.Generator] = field(default_factory=dict)
+    probs: list[torch.Tensor] = field(default_factory=list)
+
+
+class MultiGroupProposer(DraftPasses, EagleProposer):
+    """A drafter over several KV cache groups with per-step choice of module, groups and head.
+
+    Subclasses name their `descriptor` and add what is truly their own.
+
+    Raises:
+        ValueError: at construction, when the model can't make the number of drafts asked for.
+    """
+
+    # The base class's input buffers, which `_add_history` replaces.
+    max_num_tokens: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_positions: torch.Tensor
+    hidden_states: torch.Tensor
+    inputs_embeds: torch.Tensor
+    arange: torch.Tensor
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.init_passes(vllm_config, self.max_batch_size)
+        self._batch: DraftBatch | None = None
+        self._may_record = False
+        self._none_rejected = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
+        self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
+        if self.plan.chain_length > 1:
+            self._add_history(self.plan.chain_length - 1)
+
+    def _add_history(self, depth: int) -> None:
+        """Room for `depth` more rows per request in every input buffer, and the rows themselves between the passes."""
+        rows = self.max_num_tokens + depth * self.max_batch_size
+        self.max_num_tokens = self.max_query_tokens = self.max_positions = rows
+        self.input_ids = self.input_ids.new_zeros(rows)
+        self.hidden_states = self.hidden_states.new_zeros(rows, self.hidden_size)
+        self.inputs_embeds = self.inputs_embeds.new_zeros(rows, self.inputs_embeds_size)
+        self.arange = torch.arange(rows + 1, dtype=self.arange.dtype, device=self.device)
+        rope_dims: tuple[int, ...] = ()
+        if self.uses_mrope:
+            rope_dims = self.mrope_positions.shape[:1]
+            self.mrope_positions = self.mrope_positions.new_zeros(*rope_dims, rows + 1)
+        else:
+            self.positions = self.positions.new_zeros(rows)
+        # Twice the running requests: those that wait to be resumed must not push out one that runs.
+        self.history = History(depth, 2 * self.max_batch_size, self.hidden_size, self.dtype, rope_dims, self.device)
+
+    # What the host calls before a step.
+
+    def initialize_attn_backend(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
+    ) -> None:
+        """Binds the draft's layers to the KV cache groups.
+
+        Raises:
+            ValueError: a layer has no group (`mtp.groups.build_draft_groups`).
+        """
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        self.groups = build_draft_groups(
+            self.vllm_config,
+            kv_cache_config,
+            kernel_block_sizes,
+            {name: layers[name] for name in self._draft_attn_layer_names},
+            self.plan.num_modules,
+            self.max_num_tokens,
+            self.device,
+        )
+        self.graphs = None  # they hold the addresses of another KV cache
+        # Names under which the host finds them.
+        self.draft_attn_groups = [attn for group in self.groups.all for attn in group.attn_groups]
+        self.kv_cache_gid = self.groups.primary.kv_cache_group_id
+        self.block_size = self.groups.primary.block_size
+
+    def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """The host's graphs know a number of rows and no module: with several modules they would replay the first.
+
+        Whole passes are recorded where the host records whole decode steps.
+        """
+        self._may_record = (
+            self._records(cudagraph_mode)
+            and not self._fixed_forwards
+            and not self.uses_mrope
+            and not self.supports_mm_inputs
+        )
+        super().initialize_cudagraph_keys(cudagraph_mode if self.plan.num_modules == 1 else CUDAGraphMode.NONE)
+
+    def set_per_group_attn_metadata(self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Takes the block table of one KV cache group for the coming step.
+
+        The host's slots are not used: they are those of the target's rows in the order that the target ran them, which
+        a draft pass need not keep.
+        """
+        self._bound_groups().bind(gid, block_table)
+
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: dict[str, CachedRequestState],
+        gpu_input_batch: InputBatch,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The host books sampled tokens after the pass.
+        self._batch = DraftBatch(requests, gpu_input_batch, np.zeros(gpu_input_batch.num_reqs, dtype=np.int32))
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
+
+    def prepare_next_token_ids_cpu(
+        self,
+        sampled_token_ids: list[list[int]],
+        requests: dict[str, CachedRequestState],
+        gpu_input_batch: InputBatch,
+        num_scheduled_tokens: dict[str, int],
+    ) -> torch.Tensor:
+        # Without padding the host books them before it.
+        num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids], dtype=np.int32)
+        self._batch = DraftBatch(requests, gpu_input_batch, num_sampled)
+        return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
+
+    # A drafting pass.
+
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: SamplingMetadata,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,
+        slot_mappings: dict[str, torch.Tensor] | list[dict[str, torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """Drafts for every request of the batch.
+
+        Args:
+            num_speculative_tokens: drafts wanted in this step, from 0 to the configured number.
+            target_token_ids, target_positions, target_hidden_states: the target's rows, `[num_tokens]`,
+                `[num_tokens]` (`[3, num_tokens]` under M-RoPE) and `[num_tokens, hidden_size]`.
+            next_token_ids: `[batch_size]` int32, the token after each request's last valid row.
+            token_indices_to_sample: the last valid row of each request, which follows from the rejected ones: not read.
+            common_attn_metadata: of the target's step, for the primary group; not changed.
+            num_rejected_tokens_gpu: `[batch_size]`, how many of each request's last rows were rejected; None: none.
+
+        Returns:
+            `[batch_size, num_speculative_tokens]` int64 token ids.
+
+        Raises:
+            RuntimeError: the groups or their block tables were not handed over.
+        """
+        logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
+        self._last_draft_probs: torch.Tensor | None = None
+        cad = common_attn_metadata
+        num_rejected = num_rejected_tokens_gpu
+        if num_rejected is None:
+            num_rejected = self._none_rejected[: cad.num_reqs]
+        if target_positions.dim() > 1 and not self.uses_mrope:
+            target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
+        rows = StepRows(target_token_ids, target_positions, target_hidden_states, num_rejected, cad.query_start_loc)
+        batch, self._batch = self._batch, None
+        history_slots = None if self.history is None else self._assign_history(batch)
+        if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
+            sampling_metadata = None
+        chain_length = self.plan.chain_length
+        prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
+        prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
+        inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
+        graphs = self.graphs if sampling_metadata is None and prompt is None else None
+        if graphs is not None and (size := graphs.size_for(cad.num_reqs, cad.max_query_len)):
+            seq_lens = cad.seq_lens[: cad.num_reqs]
+            return graphs.replay(size, inputs, cad.num_actual_tokens, seq_lens)[:, :num_speculative_tokens]
+        # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
+        num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
+        drafts = SampledDrafts(num_steps, sampling_metadata=sampling_metadata)
+        if sampling_metadata is not None:
+            # What is drafted at the end of such a chunk is thrown away, and the chunks depend on the other requests.
+            thrown_away = set() if prompt is None else set((prompt[:, 0] >= 0).nonzero()[0].tolist())
+            drafts.generators = {i: g for i, g in sampling_metadata.generators.items() if i not in thrown_away}
+        self._run_pass(inputs, cad, mm_embed_inputs, drafts)
+        return self._collect(num_speculative_tokens, cad.batch_size(), drafts)
+
+    # Inputs.
+
+    def _assign_history(self, batch: DraftBatch | None) -> torch.Tensor:
+        """`[num_reqs]` int64, the requests' slots."""
+        assert self.history is not None
+        if batch is None:
+            raise RuntimeError(
+                "propose was called without one of the prepare_next_token_ids methods before it, so the rows belong "
+                "to no known request."
+            )
+        slots = self.history.assign(batch.input_batch.req_ids, batch.requests)
+        return async_tensor_h2d(np.array(slots), device=self.device)
+
+    def _model_inputs(
+        self,
+        module: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        num_input_tokens: int,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        num_rows = token_ids.shape[0]
+        self.input_ids[:num_rows] = token_ids
+        self.hidden_states[:num_rows] = hidden_states
+        if module == 0:
+            self._get_positions(num_rows)[:] = positions
+        return self._buffered_inputs(module, num_rows, num_input_tokens, mm_embed_inputs)
+
+    def _buffered_inputs(
+        self,
+        module: int,
+        num_rows: int,
+        num_input_tokens: int,
+        mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """The model's arguments, out of the input buffers.
+
+        Embeddings of images belong to this step's rows, and only a window of one module has just those.
+        """
+        if self.plan.num_modules > 1:
+            mm_embed_inputs = None
+        inputs, _ = self.build_model_inputs_first_pass(num_rows, num_input_tokens, mm_embed_inputs)
+        return inputs | self._selection(module)
+
+    def _plan_execution(self, num_rows: int) -> Execution:
+        return Execution(*self._determine_batch_execution_and_padding(num_rows))
+
+    def _prepare_eplb(self, num_rows: int) -> None:
+        if self.eplb_state is not None:
+            self.eplb_state.prepare_forward(self.draft_model_config, num_rows)
+
+    def _check_metadata(self, layer_names: list[str], metadata: object) -> None:
+        if self.allowed_attn_types is not None and not isinstance(metadata, self.allowed_attn_types):
+            raise ValueError(
+                f"The draft layers {layer_names} use {type(metadata).__name__}, which this platform can't draft with; "
+                f"it can with {[t.__name__ for t in self.allowed_attn_types]}. Choose another backend by "
+                "attention_backend in the speculative config."
+            )
+
+    # Drafts.
+
+    def _sample_step(self, step: int, hidden: torch.Tensor, window: Window, drafts: Drafts) -> None:
+        """Adds the step's draft, and its distribution where one is kept."""
+        assert isinstance(drafts, SampledDrafts)
+        module = self.plan.module_of_step(step)
+        if drafts.sampling_metadata is None and self.use_local_argmax_reduction:
+            drafts.token_ids.append(self.top_tokens(hidden, module))
+            return
+        logits = self.model.compute_logits(hidden, **self._selection(module))
+        if drafts.sampling_metadata is None:
+            drafts.token_ids.append(argmax(logits))
+            return
+        token_ids, probs = self._sample_from_logits(logits, drafts.sampling_metadata)
+        if probs is not None:
+            drafts.probs.append(probs)
+            # The host draws all of them from the process's generator.
+            for request, generator in drafts.generators.items():
+                noise = torch.empty_like(probs[request]).exponential_(generator=generator)
+                token_ids[request] = (probs[request] / noise).argmax()
+        drafts.token_ids.append(token_ids)
+
+    def _collect(self, num_wanted: int, num_reqs: int, drafts: SampledDrafts) -> torch.Tensor:
+        if num_wanted == 0:
+            return torch.empty(num_reqs, 0, dtype=torch.int64, device=self.device)
+        if drafts.probs:
+            self._last_draft_probs = torch.stack(drafts.probs[:num_wanted], dim=1)
+        return torch.stack(drafts.token_ids[:num_wanted], dim=1)
+
+    def _new_drafts(self, num_steps: int, recorded: bool = False) -> Drafts:
+        return SampledDrafts(num_steps, recorded)
+
+    # Set-up and warm-up.
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        super().load_model(target_model)
+        self.prepare_model()
+
+    @torch.inference_mode()
+    def dummy_run(
+        self,
+        num_tokens: int,
+        use_cudagraphs: bool = True,
+        is_graph_capturing: bool = False,
+        slot_mappings: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Runs as many forwards as a pass of the configured length, so that data-parallel ranks agree on collectives.
+
+        The host calls it to profile, to warm up, to capture, and on a rank that has nothing to draft.
+        """
+        if is_graph_capturing:
+            self._record_pass(num_tokens)
+        elif num_tokens == self.vllm_config.scheduler_config.max_num_batched_tokens:
+            num_tokens = self.max_num_tokens  # the pass of the host's largest step has the history's rows too
+        chain = list(range(self.plan.chain_length))
+        beyond = chain * (self.plan.num_speculative_tokens - len(chain))
+        for modules in (chain[:1],) if is_graph_capturing else (chain, beyond):
+            if not modules:
+                continue
+            mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
+            bound = slot_mappings and self.groups is not None
+            slots = self._bound_groups().slot_mapping_by_layer(num_input_tokens) if bound else slot_mappings or {}
+            for module in modules:
+                with set_forward_context(
+                    None,
+                    self.vllm_config,
+                    num_tokens=num_input_tokens,
+                    num_tokens_across_dp=across_dp,
+                    cudagraph_runtime_mode=mode,
+                    slot_mapping=slots,
+                ):
+                    self.model(**self._buffered_inputs(module, num_tokens, num_input_tokens, None))
+
+    def _record_pass(self, num_tokens: int) -> None:
+        """Records the pass of a decode step of so many rows, while the host records the step itself.
+
+        Only a host that records whole decode steps hands over their block tables meanwhile.
+        """
+        query_len = 1 + self.plan.num_speculative_tokens
+        num_reqs, remainder = divmod(num_tokens, query_len)
+        if remainder or num_reqs > self.max_batch_size or not self._may_record or self.groups is None:
+            return
+        groups = self.groups.groups_of(range(self.plan.chain_length))
+        if any(group.block_table is None for group in groups) or not self.groups.recordable:
+            return
+        if self.graphs is None:
+            self.graphs = self.make_graphs()
+        if num_reqs not in self.graphs:
+            self.graphs.capture(num_reqs)
+
+    def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
+        if not self.descriptor.own_heads:
+            super()._maybe_share_lm_head(target_language_model)

@@ -1,0 +1,216 @@
+"""The harness, by its command line: what it prints and what it writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import cost
+from bench.compare import SCHEMA
+from bench.corpus import is_held_out, read_sources
+from tests.support.engine import TINY, run_command
+
+SMALL = ["--prompts", "4", "--prompt-tokens", "48", "--output-tokens", "40", "--runs", "2", "--batch", "1,2"]
+EAGER = ["--engine", '{"enforce_eager": true}']
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command([sys.executable, "-m", "bench", *arguments])
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """The record, what was printed, and the plot."""
+    folder = tmp_path_factory.mktemp("bench")
+    record, plot = folder / "record.json", folder / "plot.png"
+    done = bench("compare", "--model", TINY, *SMALL, *EAGER, "--json", str(record), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(record.read_text()), done.stdout, plot
+
+
+def test_a_comparison_names_what_ran_and_finds_all_modes_equal(comparison: tuple[dict[str, Any], str, Path]) -> None:
+    record, table, _ = comparison
+    assert record["schema"] == SCHEMA
+    assert record["lossless"] is True
+    assert "lossless: true" in table
+    assert {"vllm", "torch", "platform", "commit"} <= record["environment"].keys()
+    # Records are published: where somebody's files lie is nobody's business.
+    assert "--json record.json" in record["environment"]["command"]
+    proposers = {mode: entry["proposer"] for mode, entry in record["modes"].items()}
+    assert proposers == {
+        "none": None,
+        "upstream": "vllm.v1.spec_decode.step3p5.Step3p5MTPProposer",
+        "ours": "proposers.models.step3p5.Step3p5Proposer",
+    }
+    assert len({entry["output_sha256"] for entry in record["modes"].values()}) == 1
+
+
+def test_every_figure_of_a_comparison_is_there_for_every_batch_size(
+    comparison: tuple[dict[str, Any], str, Path],
+) -> None:
+    record, table, plot = comparison
+    assert "the host: yardstick ms" in table
+    for mode, entry in record["modes"].items():
+        for key in ("output_tokens_per_s", "step_ms"):
+            for batch in ("1", "2"):
+                assert 0 < entry[key][batch]["q1"] <= entry[key][batch]["median"] <= entry[key][batch]["q3"]
+        assert len(entry["runs"]) == 4
+        assert all(run["yardstick_ms"]["median"] > 0 for run in entry["runs"])
+        assert entry["yardstick_ms"]["median"] > 0
+        assert all(run["output_tokens"] == 4 * 40 for run in entry["runs"])
+        accepted = entry["acceptance_per_position"]
+        assert len(accepted) == (0 if mode == "none" else 3)
+        assert accepted == sorted(accepted, reverse=True)
+        assert entry["acceptance_length"] == pytest.approx(1 + sum(accepted), abs=1e-3)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ours_accepts_what_exact_drafts_would_and_upstream_does_not(
+    comparison: tuple[dict[str, Any], str, Path],
+) -> None:
+    modes = comparison[0]["modes"]
+    assert modes["ours"]["acceptance_vs_reference"] == 1.0
+    assert modes["upstream"]["acceptance_vs_reference"] < 1.0
+    assert modes["ours"]["reference_acceptance_length"] == modes["upstream"]["reference_acceptance_length"]
+
+
+def test_drafts_past_the_modules_are_what_the_reference_makes_too(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    done = bench("compare", "--model", TINY, *SMALL, *EAGER, "--modes", "ours", "--k", "6", "--json", str(record))
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = json.loads(record.read_text())["modes"]["ours"]
+    assert ours["acceptance_vs_reference"] == 1.0
+    assert len(ours["acceptance_per_position"]) == 6
+
+
+def test_modes_can_be_compared_by_turns() -> None:
+    done = bench("compare", "--model", TINY, *SMALL, *EAGER, "--modes", "none,ours", "--by-turns")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "lossless: true" in done.stdout
+    runs = [line.split(",")[0] + line[-6:] for line in done.stderr.splitlines() if " run " in line]
+    assert runs == [
+        f"{mode}: batch {batch}{run} of 2" for batch in (1, 2) for run in (1, 2) for mode in ("none", "ours")
+    ]
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """The record of one draft, what was printed, and the plot."""
+    folder = tmp_path_factory.mktemp("cost")
+    record, plot = folder / "cost.json", folder / "cost.svg"
+    small = ["--batch", "1,2", "--prompt-rows", "40", "--prompt-tokens", "8", "--output-tokens", "12", "--runs", "1"]
+    draft = ["--modules", "2", "--groups", "2", "--k", "4"]
+    done = bench("cost", *draft, *small, "--json", str(record), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(record.read_text()), done.stdout, plot
+
+
+def test_a_cost_says_what_was_run_beside_how_long_it_took(costs: tuple[dict[str, Any], str, Path]) -> None:
+    record, _, plot = costs
+    assert record["schema"] == cost.SCHEMA
+    assert record["proposer"] == "proposers.models.step3p5.Step3p5Proposer"
+    points = {(point["kind"], point["batch"]): point for point in record["points"]}
+    assert points.keys() == {("decode", 1), ("decode", 2), ("prompt", 1)}
+    for point in points.values():
+        assert (point["modules"], point["groups"], point["k"]) == (2, 2, 4)
+        # The chain's two, and two turns of it for the two drafts beyond.
+        assert point["forwards"] == 2 + 2 * 2
+        assert 0 < point["ms"]["q1"] <= point["ms"]["median"] <= point["ms"]["q3"]
+        assert point["passes"] > 1
+    assert points["decode", 2]["rows"] == 2 * points["decode", 1]["rows"] >= 2 * 5
+    assert points["prompt", 1]["rows"] == 40
+    assert b"<svg" in plot.read_bytes()[:2000]
+
+
+def test_costs_are_printed_as_tables_of_markdown(costs: tuple[dict[str, Any], str, Path]) -> None:
+    decode, prompt = (table.splitlines() for table in costs[1].strip().split("\n\n"))
+    heads = "| modules | groups | K | forwards | rows a request | ms, batch 1 | ms, batch 2 |"
+    assert decode[0] == heads
+    assert prompt[0] == "| modules | groups | K | forwards | ms, 40 rows |"
+    assert [len({line.count("|") for line in table}) for table in (decode, prompt)] == [1, 1]
+    assert decode[2].startswith("| 2 | 2 | 4 | 6 | ")
+
+
+def test_a_draft_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    done = bench("cost", "--modules", "2", "--groups", "3")
+    assert done.returncode != 0
+    assert "There is no draft of [2] modules in [3] groups" in done.stderr
+
+
+def test_a_mode_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    done = bench("compare", "--model", TINY, "--modes", "none,faster")
+    assert done.returncode != 0
+    assert "--modes has faster; there are none, upstream, ours." in done.stderr
+
+
+def test_a_mode_whose_process_fails_says_so_with_the_end_of_its_log() -> None:
+    done = bench("compare", "--model", TINY, *SMALL, "--modes", "ours", "--k", "4")
+    assert done.returncode != 0
+    assert "Mode ours failed" in done.stderr
+    assert "must be divisible by n_predict=3" in done.stderr
+
+
+def test_no_file_is_both_held_out_and_trained_on() -> None:
+    held_out, trained = ({path for path, _ in read_sources(held_out=part)} for part in (True, False))
+    assert held_out
+    assert not held_out & trained
+    assert all(map(is_held_out, held_out))
+    assert len(held_out) < len(trained) / 10
+
+
+def test_extraction_is_measured_with_every_row_checked_and_a_mode_that_cannot_run_says_why(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    small = ["--prompts", "4", "--batch", "2", "--prompt-tokens", "48", "--output-tokens", "8", "--runs", "2"]
+    done = bench(
+        "extract", "--model", TINY, "--layers", "1,3,N", *small, *EAGER, "--rounds", "1", "--json", str(record)
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(record.read_text())
+    assert result["schema"] == "vllm-mtp-proposers/extract/1"
+    assert result["settings"]["layer_ids"] == [1, 3, 6]
+    none, upstream, ours = (result["modes"][mode] for mode in ("none", "upstream", "ours"))
+    assert "does not support EAGLE3 interface" in upstream["error"]
+    assert "upstream did not run" in done.stdout
+    for entry in (none, ours):
+        for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "last_answer_ms"):
+            assert 0 < entry[key]["q1"] <= entry[key]["median"] <= entry[key]["q3"]
+    assert none["overhead_prefill"] == none["overhead_decode"] == 1
+    assert ours["overhead_prefill"] > 0
+    assert ours["overhead_decode"] > 0
+    assert (ours["rows"], ours["rows_wrong"], ours["files_missing"]) == (4 * (48 + 55), 0, 0)
+    assert 0 < ours["num_gpu_blocks"] < none["num_gpu_blocks"]
+    assert ours["copies"] == 3
+    assert 2 * 55 * 3 * 192 * 4 <= ours["peak_host_bytes"] <= 256 << 20
+
+
+def test_extraction_from_a_config_alone_is_measured_by_turns(tmp_path: Path) -> None:
+    record, model = tmp_path / "record.json", tmp_path / "model"
+    model.mkdir()
+    config = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config |= {"num_hidden_layers": 2, "vocab_size": 500, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config))
+    small = ["--prompts", "4", "--batch", "2", "--prompt-tokens", "48", "--output-tokens", "8", "--runs", "1", *EAGER]
+    ways = ["--dummy-weights", "--by-turns", "--modes", "none,ours", "--rounds", "2", "--json", str(record)]
+    done = bench("extract", "--model", str(model), "--layers", "1,N", *small, *ways)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(record.read_text())
+    assert result["config"] == config
+    assert result["settings"]["model"] == "model"
+    none, ours = result["modes"]["none"], result["modes"]["ours"]
+    assert len(none["runs"]) == len(ours["runs"]) == 2
+    # Of both rounds, a record each for prefill and decode.
+    assert (ours["rows"], ours["rows_wrong"], ours["files_missing"]) == (2 * 4 * (48 + 55), 0, 0)
+    # Both engines were up before either was measured.
+    assert done.stderr.index("ours: starting") < done.stderr.index("none: run 1 of 1")
+
+
+def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
+    # Of prompts in two steps the first ends before the second has begun.
+    small = ["--prompts", "2", "--batch", "2", "--prompt-tokens", "200", "--output-tokens", "4", "--runs", "1"]
+    chunks = ["--engine", '{"enforce_eager": true, "max_num_batched_tokens": 64}']
+    done = bench("extract", "--model", TINY, "--layers", "1", *small, *chunks, "--rounds", "1", "--modes", "ours")
+    assert done.returncode != 0
+    assert "give more --output-tokens, or a smaller --batch" in done.stderr

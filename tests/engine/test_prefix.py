@@ -1,0 +1,119 @@
+"""Keys of the prefix cache that have the tokens after a block."""
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import Request
+
+from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
+from tests.support import scenarios
+from tests.support.engine import mtp, run
+
+BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def _root_of_all_keys() -> None:
+    init_none_hash(sha256)
+
+
+def keys(tokens: list[int], lookahead: int, prompt: int | None = None, pieces: int = 1) -> list[bytes]:
+    """The keys of a request that has these tokens, the ones after `prompt` as output, `pieces` at a time."""
+    prompt = len(tokens) if prompt is None else prompt
+    params = SamplingParams(max_tokens=100)
+    hasher = make_block_hasher(BLOCK, sha256, lookahead)
+    request = Request("r", tokens[:prompt], params, None, block_hasher=hasher)
+    for start in range(prompt, len(tokens), pieces):
+        request.append_output_token_ids(tokens[start : start + pieces])
+    return list(request.block_hashes)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 6])
+def test_a_block_has_a_key_once_the_tokens_after_it_are_known(lookahead: int) -> None:
+    for length in range(1, 30):
+        assert len(keys(list(range(length)), lookahead)) == max(0, length - lookahead) // BLOCK
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_keys_do_not_depend_on_when_the_tokens_came(lookahead: int, pieces: int) -> None:
+    tokens = [random.Random(0).randrange(100) for _ in range(33)]
+    for prompt in (1, 4, 5, 13, 32):
+        assert keys(tokens, lookahead, prompt, pieces) == keys(tokens, lookahead)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 6])
+def test_two_requests_share_the_keys_of_blocks_whose_following_tokens_they_share(lookahead: int) -> None:
+    tokens = list(range(40))
+    for parting in range(1, 40):
+        other = [*tokens[:parting], *(1000 + t for t in tokens[parting:])]
+        shared = sum(a == b for a, b in zip(keys(tokens, lookahead), keys(other, lookahead), strict=True))
+        assert shared == max(0, parting - lookahead) // BLOCK
+
+
+class RecordingManager:
+    """Of one KV cache group."""
+
+    def __init__(self) -> None:
+        self.boundaries: list[list[int]] = []
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, retention_interval: int, replay_boundaries: Sequence[int]
+    ) -> None:
+        self.boundaries.append(list(replay_boundaries))
+
+
+class RecordingCoordinator:
+    """What `look_ahead_in_prefix_cache` touches of the host's coordinator."""
+
+    num_reprefillable_tokens = 2
+
+    def __init__(self) -> None:
+        self.block_pool = type("Pool", (), {"hash_block_size": BLOCK})
+        self.asked: list[int] = []
+        self.single_type_managers = [RecordingManager(), RecordingManager()]
+
+    def get_num_cacheable_tokens(self, num_computed_tokens: int, kv_cache_group_id: int) -> int:
+        return max(0, num_computed_tokens - self.num_reprefillable_tokens)
+
+    def find_longest_cache_hit(self, block_hashes: list[Any], max_cache_hit_length: int) -> None:
+        self.asked.append(max_cache_hit_length)
+
+    find_longest_cache_hit_per_group = find_longest_cache_hit
+
+
+def test_no_block_is_cached_before_it_has_a_key_and_none_is_looked_for_without_one() -> None:
+    coordinator = RecordingCoordinator()
+    look_ahead_in_prefix_cache(coordinator, 3)
+    for computed in range(40):
+        cacheable = coordinator.get_num_cacheable_tokens(computed, 0) // BLOCK
+        assert cacheable == len(keys(list(range(computed)), 3))
+    coordinator.find_longest_cache_hit([b""] * 5, 39)
+    coordinator.find_longest_cache_hit_per_group([b""] * 5, 7)
+    assert coordinator.asked == [5 * BLOCK, 7]
+
+
+def test_every_group_keeps_what_the_same_prompt_can_resume_at() -> None:
+    coordinator = RecordingCoordinator()
+    look_ahead_in_prefix_cache(coordinator, 3)
+    for manager in coordinator.single_type_managers:
+        for length in (2, 9, 33):
+            request = SimpleNamespace(num_prompt_tokens=length)
+            manager.cache_blocks(request, length, retention_interval=0, replay_boundaries=(length - 1,))
+        assert manager.boundaries == [[0, 1], [6, 8], [30, 32]]
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_a_prompt_is_found_again_whatever_its_length(v2: bool) -> None:
+    # Not all of them by the interpreter.
+    lengths = [96, 97, 98, 99, 127] if v2 else list(range(3 * scenarios.BLOCK, 4 * scenarios.BLOCK))
+    engine = {**mtp(3), "max_model_len": 200, "max_num_seqs": 2}
+    hits = run(scenarios.resent, engine, v2=v2, lengths=lengths).value["hits"]
+    blocks = [(length - 3) // scenarios.BLOCK * scenarios.BLOCK for length in lengths]
+    assert hits == blocks

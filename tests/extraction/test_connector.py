@@ -1,0 +1,253 @@
+"""Records from a real engine: after a path was handed out, its file is there, whole and right."""
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from proposers.hidden_states import load
+from proposers.hidden_states.storage import Storage
+from tests.engine.test_server import counter, free_port, serving
+from tests.support import records
+from tests.support.engine import TINY, ChildFailedError, Run, run
+from tests.support.extraction import extract
+from tests.support.records import LAYERS, RING_BYTES, records_engine
+
+# The host's arithmetic and the reference's differ in the last bits of float32.
+TOLERANCE = 2e-5
+
+SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+
+
+@pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("records")
+    scenario = {"synchronous": records.many, "asynchronous": records.many_asynchronous}[request.param]
+    engine = records_engine(root) | SMALL | {"async_scheduling": request.param == "asynchronous"}
+    done = run(scenario, engine, root=str(root))
+    assert done.value["async_scheduling"] == (request.param == "asynchronous")
+    return done
+
+
+def right(facts: dict[str, Any]) -> bool:
+    """Whether the record is the request's, and every row the reference's."""
+    return facts["tokens equal"] and facts["shape"][0] == facts["rows"] and facts["worst"] < TOLERANCE
+
+
+def outputs(many: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, batch in many.value["batches"].items():
+        for facts in batch:
+            yield name, facts
+
+
+def test_when_generate_returns_every_record_is_there_and_every_row_is_right(many: Run) -> None:
+    with_record = [(name, facts) for name, facts in outputs(many) if name not in ("off", "stop string", "same name")]
+    assert len(with_record) == 27
+    wrong = [(name, facts) for name, facts in with_record if "rows" not in facts or not right(facts)]
+    assert wrong == []
+    assert all(facts["layer_ids"] == LAYERS and facts["shape"][1:] == [3, 192] for _, facts in with_record)
+    assert all(facts["finish_reason"] == facts["reason"] == "length" for _, facts in with_record)
+
+
+def test_prompt_rows_or_all_rows_or_a_window_of_them_as_the_request_asks(many: Run) -> None:
+    batches = many.value["batches"]
+    rows = {name: [(f["first"], f["rows"] - f["prompt"]) for f in batches[name]] for name in ("alone", "one token")}
+    assert rows == {"alone": [(0, 0)], "one token": [(0, 0)]}
+    # The token that was sampled last was not run.
+    assert {(f["first"], f["rows"] - f["prompt"]) for f in batches["sixteen"]} == {(0, 19)}
+    assert [(f["first"], f["rows"]) for f in batches["window"]] == [(10, 35)]
+    assert [(f["first"], f["rows"]) for f in batches["window past the end"]] == [(50, 60 + 7 - 50)]
+    assert [f["params"] for f in batches["off"]] == [None]
+
+
+def test_a_stop_string_ends_a_request_without_a_record_and_the_log_says_so_once(many: Run) -> None:
+    (facts,) = many.value["batches"]["stop string"]
+    assert (facts["reason"], facts["params"]) == ("stop", None)
+    assert many.log.count("A request that ends by a stop string leaves no record") == 1
+
+
+def test_reused_prefixes_bring_their_rows(many: Run) -> None:
+    assert many.value["metrics"]["prefix_cache_hits"] >= 3 * 96
+
+
+def test_a_name_is_the_requests_to_choose_once(many: Run) -> None:
+    (named,), (again,) = (many.value["batches"][name] for name in ("named", "same name"))
+    assert named["params"]["hidden_states_path"].endswith("/set/one.safetensors")
+    assert "the name is taken, give another: 'set/one.safetensors'" in again["params"]["error"]
+    assert again["output"] == 8
+
+
+def test_what_cannot_be_written_is_refused_in_the_response_and_leaves_nothing(many: Run) -> None:
+    refused = many.value["refused"]
+    messages = {
+        "../up": "leads out of the storage root",
+        "/absolute": "leads out of the storage root",
+        "outside/file": "symbolic link",
+        "set/inside/file": "symbolic link",
+        "a file for a folder": "no folder",
+        "an empty window": "has none of the request's rows, which are [0, 60)",
+        "an unknown key": "kv_transfer_params has hidden_states_path; there are extract, include_output_tokens",
+    }
+    assert refused.keys() == messages.keys()
+    for name, message in messages.items():
+        assert message in refused[name]["params"]["error"]
+        assert f"were not written: {refused[name]['params']['error']}" in many.log  # a streamed answer has no params
+        assert refused[name]["params"].keys() == {"error"}
+        assert refused[name]["output"] == 8  # the request has its text
+    written, failed = 27, 1 + len(messages)
+    assert len(many.value["files"]) == many.value["dataset"] == written
+    assert many.value["metrics"]["hidden_states_records_written"] == written
+    assert many.value["metrics"]["hidden_states_records_failed"] == failed
+    assert many.value["metrics"]["hidden_states_bytes_written"] > 0
+
+
+def test_a_prompt_with_embeddings_in_it_has_no_record_and_the_response_says_so(tmp_path: Path) -> None:
+    done = run(records.embedded, records_engine(tmp_path) | {"enable_prompt_embeds": True}, root=str(tmp_path)).value
+    assert all("has embeddings in it" in response["error"] for response in done["responses"])
+    assert done["files"] == []
+
+
+def test_host_memory_is_bounded_by_the_ring(many: Run) -> None:
+    assert RING_BYTES / 2 < many.value["peak_bytes"] <= RING_BYTES
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_preempted_requests_have_all_their_rows(asynchronous: bool, tmp_path: Path) -> None:
+    scenario = records.crowded_asynchronous if asynchronous else records.crowded
+    engine = records_engine(tmp_path) | {"num_gpu_blocks_override": 60, "async_scheduling": asynchronous}
+    done = run(scenario, engine, root=str(tmp_path)).value
+    assert done["async_scheduling"] == asynchronous
+    assert done["metrics"]["num_preemptions"] > 0
+    assert [facts for facts in done["outputs"] if not right(facts)] == []
+    assert {facts["rows"] for facts in done["outputs"]} == {90 + 79}
+    assert len(done["files"]) == 8
+
+
+def test_shards_hold_what_single_files_do(tmp_path: Path) -> None:
+    row = 3 * 192 * 4
+    done = run(records.sharded, records_engine(tmp_path, sharded=True, shard_bytes=200 * row), root=str(tmp_path)).value
+    records_of = done["outputs"]
+    assert [facts for facts in records_of if not right(facts)] == []
+    assert all(name.endswith(".shard.safetensors") for name in done["files"])
+    assert 4 <= len(done["files"]) < len(records_of) / 2
+    # Two requests of one name come into shards of their own, since the response says which.
+    assert len(done["names"]) == len(records_of) - 1
+    assert done["rows"] == sum(facts["rows"] for facts in records_of)
+    assert done["metrics"]["hidden_states_records_written"] == len(records_of)
+
+
+def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
+    engine = records_engine(tmp_path) | {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
+    done = run(records.aborted, engine, root=str(tmp_path)).value
+    assert done["computed in prefill"] == 64
+    assert done["status of the victim"] == "PREEMPTED"
+    assert done["files"] == []
+    assert right(done["after"][0])
+    assert done["blocks in use"] == 0
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("records")
+    return run(records.failing, records_engine(root, ring_bytes=1 << 20), root=str(root)).value
+
+
+def test_a_full_disk_fails_the_records_that_do_not_fit_and_the_response_says_so(failing: dict[str, Any]) -> None:
+    long, short, longer = failing["disk full"]
+    for facts in (long, longer):
+        assert facts["params"].keys() == {"error"}
+        assert "File too large" in facts["params"]["error"]
+        assert facts["output"] == 8
+    assert right(short)
+
+
+def test_after_a_failed_write_there_is_no_trace_of_it_and_others_go_on(failing: dict[str, Any]) -> None:
+    (blocked,) = failing["a file in place of a folder"]
+    assert "no folder" in blocked["params"]["error"]
+    good = ["before", "after our folder was removed", "after"]
+    assert all(right(failing[name][0]) for name in good)
+    assert len(failing["files"]) == len(good) + 1 + 1  # what fitted onto the full disk, and the file in the way
+    assert failing["metrics"]["hidden_states_records_failed"] == 3
+    assert failing["metrics"]["hidden_states_records_written"] == len(good) + 1
+
+
+def test_a_disk_that_stands_still_holds_back_only_who_waits_for_it(tmp_path: Path) -> None:
+    done = run(records.others_go_on, records_engine(tmp_path), root=str(tmp_path)).value
+    assert all(name.endswith(".tmp") for name in done["20"]["files before"])
+    assert len(done["150"]["files before"]) == 1  # of the one before
+    for length, count in (("20", 1), ("150", 2)):
+        facts = done[length]
+        assert not facts["gate opened by itself"]
+        assert facts["before"] == [f"other {length}"]
+        assert facts["finished"] == [f"other {length}", f"stored {length}"]
+        assert len(facts["files"]) == count
+        assert right(facts["stored"])
+
+
+def test_on_the_v2_runner_every_record_is_there_and_every_row_is_right(tmp_path: Path) -> None:
+    done = run(records.few, records_engine(tmp_path) | SMALL | {"max_num_seqs": 4}, v2=True, root=str(tmp_path)).value
+    found = [facts for batch in done["batches"].values() for facts in batch]
+    assert done["runner"].startswith("vllm.v1.worker.cpu")
+    assert len(found) == len(done["files"]) == 8
+    assert [facts for facts in found if not right(facts)] == []
+    assert done["metrics"]["prefix_cache_hits"] >= 2 * 96
+    assert "leads out of the storage root" in done["refused"][0]["params"]["error"]
+    assert done["metrics"].get("spec_decode_num_draft_tokens", 0) == 0
+
+
+def test_one_of_two_tensor_parallel_ranks_writes_and_says_so_once(tmp_path: Path) -> None:
+    engine = records_engine(tmp_path) | {"tensor_parallel_size": 2}
+    done = run(records.two_ranks, engine, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, root=str(tmp_path))
+    assert [facts for facts in done.value["outputs"] if not right(facts)] == []
+    assert len(done.value["files"]) == 2
+    assert done.log.count("same on all 2 tensor-parallel ranks: rank 0 writes them") == 1
+
+
+def test_a_connector_without_extraction_stops_the_engine_with_a_remedy(tmp_path: Path) -> None:
+    engine = {key: value for key, value in records_engine(tmp_path).items() if key not in extract(LAYERS)}
+    with pytest.raises(ChildFailedError, match="Give a speculative_config with that method"):
+        run(records.two_ranks, engine, root=str(tmp_path))
+
+
+def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Path) -> None:
+    arguments = records_engine(tmp_path / "records")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY, "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "512"]
+    for key, value in arguments.items():
+        command += [f"--{key.replace('_', '-')}", json.dumps(value)]
+    with serving(tmp_path / "server.log", command, free_port()) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def complete(**kv_transfer_params: Any) -> Any:
+            extra = {"kv_transfer_params": kv_transfer_params, "ignore_eos": True}
+            return client.completions.create(
+                model=TINY, prompt=[5, 6, 7, 8], max_tokens=9, temperature=0, extra_body=extra
+            )
+
+        answer = complete(include_output_tokens=True, name="from/http")
+        record = load(answer.kv_transfer_params["hidden_states_path"])
+        refused = complete(name="../from/http")
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda _: complete().kv_transfer_params["hidden_states_path"], range(16)))
+        assert all(load(path).info.rows == 4 for path in together)
+        metrics = server.get("/metrics")
+        assert "Traceback" not in server.log.read_text()
+        server.process.terminate()
+        assert server.process.wait(timeout=60) == 0
+    assert (record.info.rows, record.info.first_position) == (4 + 8, 0)
+    assert record.token_ids[:4].tolist() == [5, 6, 7, 8]
+    assert answer.kv_transfer_params["hidden_states_path"] == str(tmp_path / "records" / "from" / "http.safetensors")
+    assert "leads out of the storage root" in refused.kv_transfer_params["error"]
+    assert refused.choices[0].text == answer.choices[0].text
+    assert len(set(together)) == 16
+    assert counter(metrics, "vllm:hidden_states_records_written") == 17
+    assert counter(metrics, "vllm:hidden_states_records_failed") == 1
+    assert len(records.files(tmp_path / "records")) == 17
+    # A server waits 0 s for its engine unless told otherwise: what a kill left behind is for the next engine to remove.
+    Storage(tmp_path / "records").close()
+    assert not list((tmp_path / "records").glob(".writing-run-*"))

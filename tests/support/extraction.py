@@ -1,0 +1,283 @@
+"""Engines that extract hidden states, what lies in their store, and dense references to compare with."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from bench.reference import mimo_checkpoint as mimo
+from bench.reference.dense import DenseModel, Reference
+from tests.support.scenarios import class_path, generate, metrics, runner
+
+# Tiny models as transformers makes them: three layers, so that the last one is not the second.
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,  # with the next one the only size that the CPU backend has
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 3,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
+    # Its layers hand on a residual that nobody adds.
+    "cohere": ("CohereConfig", {"logit_scale": 1.0}),
+    # Short convolutions and full attention.
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "conv_dim": 64, "block_dim": 64}),
+    "deepseek": ("DeepseekV3Config", MLA),
+}
+
+
+def extract(layer_ids: Any, **more: Any) -> dict[str, Any]:
+    """Engine arguments for extracting these layers' hidden states."""
+    hf_config = {} if layer_ids is None else {"eagle_aux_hidden_state_layer_ids": layer_ids}
+    config = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": hf_config},
+    }
+    return {"speculative_config": config | more}
+
+
+@functools.cache
+def write_model(family: str, folder: Path) -> str:
+    """Writes a tiny model of that family, with random weights, and returns its path."""
+    if family == "mimo":
+        return mimo.write_checkpoint(folder)
+    import transformers
+
+    name, more = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms: all ones would hide a norm too many or too few
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class StoreReader:
+    """Reads, after every step, all rows that the store holds of the running requests, through their block tables."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self.rows: dict[str, torch.Tensor] = {}
+        self.steps = 0
+        self._runner = model_runner
+        self._sample = self._runner.sample_tokens
+        self._runner.sample_tokens = self._read
+
+    def _read(self, *args: Any) -> Any:
+        store, batch = self._runner.drafter.store, self._runner.input_batch
+        table = batch.block_table[store.kv_cache_group_id].get_device_tensor(batch.num_reqs)
+        self.steps += 1
+        for i, req_id in enumerate(batch.req_ids):
+            length = int(self._runner.seq_lens[i])
+            blocks = table[i, : -(-length // store.block_size)].long()
+            self.rows[plain_id(req_id)] = store.rows[blocks].flatten(0, 1)[:length].clone()
+        return self._sample(*args)
+
+
+class Witness:
+    """Writes down the stream of every token as the layers saw it, by hooks of its own, where nothing else can tell.
+
+    (vLLM's CPU build computes MLA and short convolutions otherwise than transformers does, with or without us.)
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.streams: dict[str, dict[int, torch.Tensor]] = {}
+        self._runner = runner(llm)
+        self._seen: list[torch.Tensor] = []
+        model = self._runner.model.model
+        for layer in model.layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.layers[-1].register_forward_hook(lambda layer, args, output: self._seen.append(sum(output)))
+        self._runner.model.register_forward_hook(self._sort)
+
+    def _enter(self, layer: Any, args: Any, kwargs: Any) -> None:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self._seen.append(sum(given))
+
+    def _sort(self, model: Any, args: Any, output: Any) -> None:
+        streams, self._seen = torch.stack(self._seen, dim=1), []
+        starts = self._runner.query_start_loc.cpu.tolist()
+        for i, req_id in enumerate(self._runner.input_batch.req_ids):
+            rows = streams[starts[i] : starts[i + 1]]
+            first = int(self._runner.seq_lens[i]) - len(rows)
+            self.streams.setdefault(plain_id(req_id), {}).update(enumerate(rows, first))
+
+
+def plain_id(req_id: str) -> str:
+    """The id of a request without what vLLM has put after it."""
+    return req_id.split("-")[0]
+
+
+@functools.cache
+def dense(model: str) -> Callable[[list[int]], torch.Tensor]:
+    """Token ids to `[num_tokens, num_layers + 1, hidden_size]`, the residual stream by its ids.
+
+    By this project's own reference for Step-3.5, which transformers doesn't have, and by transformers for the others.
+    """
+    config = json.loads(Path(model, "config.json").read_text())
+    return _by_reference(model) if config["model_type"].startswith("step3p5") else _by_transformers(model)
+
+
+def _by_reference(model: str) -> Callable[[list[int]], torch.Tensor]:
+    weights = DenseModel(Path(model))
+
+    def run(token_ids: list[int]) -> torch.Tensor:
+        reference = Reference(weights)
+        reference.update(token_ids, len(token_ids) - 1)
+        return reference.residual_stream()
+
+    return run
+
+
+def _by_transformers(model: str) -> Callable[[list[int]], torch.Tensor]:
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    reference = load(model, dtype=torch.float32, attn_implementation="eager")
+    # The last of its hidden states has been through the final norm.
+    last: list[torch.Tensor] = []
+    reference.model.layers[-1].register_forward_hook(
+        lambda layer, args, output: last.append(output[0] if isinstance(output, tuple) else output)
+    )
+
+    @torch.no_grad()
+    def run(token_ids: list[int]) -> torch.Tensor:
+        last.clear()
+        states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        return torch.cat([*states[:-1], last[0]]).transpose(0, 1)
+
+    return run
+
+
+def prompts(count: int, shared: int = 0) -> list[list[int]]:
+    """Random token ids; every prompt begins with the same `shared` tokens."""
+    generator = torch.Generator().manual_seed(count)
+    start = torch.randint(1, 128, (shared,), generator=generator).tolist()
+    lengths = torch.randint(3, 150, (count,), generator=generator).tolist()
+    return [start + torch.randint(1, 128, (n,), generator=generator).tolist() for n in lengths]
+
+
+def state(llm: LLM) -> dict[str, Any]:
+    """What extracts, in which layout, and how it went."""
+    config, drafter = llm.llm_engine.vllm_config, runner(llm).drafter
+    return {
+        "proposer": class_path(drafter),
+        "metrics": metrics(llm),
+        "num_blocks": config.cache_config.num_gpu_blocks,
+        "specs": [type(g.kv_cache_spec).__name__ for g in runner(llm).kv_cache_config.kv_cache_groups],
+        "store": [*drafter.store.rows.shape] if getattr(drafter, "store", None) else None,
+    }
+
+
+def parity(llm: LLM, *, witnessed: bool = False) -> dict[str, Any]:
+    """Compares every row of every layer of many requests with the dense reference, or with what the layers saw.
+
+    Returns:
+        the largest error of each layer over the largest value of that layer, and counts.
+    """
+    reader, witness = StoreReader(runner(llm)), Witness(llm) if witnessed else None
+    layer_ids = list(runner(llm).drafter.plan.layer_ids)
+    worst, num_rows, num_missing = torch.zeros(len(layer_ids)), 0, 0
+    # The last batch finds the prefixes of the one before it in the cache, and so do its own later requests.
+    for batch in (prompts(1), prompts(16), prompts(8, shared=96), prompts(8, shared=96)):
+        for output in generate(llm, batch, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)):
+            # The last token was sampled and not run.
+            tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+            if witness is None:
+                expected = dense(llm.llm_engine.vllm_config.model_config.model)(tokens)
+            else:
+                seen = witness.streams[output.request_id]
+                expected = torch.stack([seen[position] for position in range(len(tokens))]).float()
+            rows = reader.rows[output.request_id][: len(tokens)].float()
+            num_missing += len(tokens) - len(rows)
+            num_rows += len(rows)
+            expected = expected[: len(rows), layer_ids]
+            worst = torch.maximum(worst, (rows - expected).abs().amax((0, 2)) / expected.abs().amax((0, 2)))
+    counts = {"num_rows": num_rows, "num_missing": num_missing, "num_steps": reader.steps}
+    return {"worst": worst.tolist(), **counts, **state(llm)}
+
+
+def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Generations, and how many positions each step verified."""
+    num_tokens, execute = [], runner(llm).execute_model
+
+    def counting(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            num_tokens.append(scheduler_output.total_num_scheduled_tokens)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner(llm).execute_model = counting
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **sampling})
+    tokens = [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
+    extracting = {"proposer": class_path(runner(llm).drafter)} if hasattr(runner(llm), "drafter") else {}
+    return {"tokens": tokens, "num_tokens": num_tokens, "metrics": metrics(llm), **extracting}
+
+
+def copies_rows(llm: LLM) -> bool:
+    """Whether the host's copy of a block, which some prefix hits of recurrent models call for, has its rows."""
+    model_runner, rows = runner(llm), runner(llm).drafter.store.rows
+    rows[3] = 1.0
+    rows[5] = 2.0
+    copy_kv_cache_blocks_inplace(model_runner.kv_caches, len(rows), [KVCacheBlockCopy(3, 5)])
+    return bool((rows[5] == 1.0).all())
+
+
+def ranks(llm: LLM, prompt: list[int]) -> dict[str, Any]:
+    """Of a tensor-parallel engine: the ranks that have a store, and whether rank 0's rows are the reference's."""
+    llm.collective_rpc(_start_reading)
+    (output,) = generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+    read = llm.collective_rpc(_stop_reading)
+    config = llm.llm_engine.vllm_config
+    layer_ids = config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+    expected = dense(config.model_config.model)(tokens)[:, layer_ids]
+    rows = torch.tensor(read[0]["rows"])
+    return {
+        "stores": [part["store"] for part in read],
+        "num_blocks": [part["num_blocks"] for part in read],
+        "worst": float((rows - expected).abs().max() / expected.abs().max()),
+    }
+
+
+def _start_reading(worker: Any) -> None:
+    model_runner = worker.model_runner
+    if model_runner.drafter.store is not None:
+        model_runner.reader = StoreReader(model_runner)
+
+
+def _stop_reading(worker: Any) -> dict[str, Any]:
+    model_runner = worker.model_runner
+    rows = [read.tolist() for read in model_runner.reader.rows.values()] if hasattr(model_runner, "reader") else [[]]
+    return {
+        "store": model_runner.drafter.store is not None,
+        "num_blocks": model_runner.kv_cache_config.num_blocks,
+        "rows": rows[0],
+    }

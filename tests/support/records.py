@@ -1,0 +1,312 @@
+"""Scenarios for `tests.support.engine.run`: engines that write records, and what lies on disk afterwards.
+
+Every engine gets a storage root of its own by `records_engine`, and scenarios return facts; the tests judge them.
+"""
+
+import os
+import random
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from proposers.hidden_states import RecordDataset, load
+from tests.support.extraction import dense, extract
+from tests.support.scenarios import _allow_async_scheduling, metrics, runner
+
+LAYERS = [6, 0, 3]  # not ascending, the last layer's output among them
+RING_BYTES = 40 * 3 * 192 * 4  # forty tokens of the tiny model: requests come in pieces and writers are waited for
+
+
+def records_engine(root: Path, layer_ids: list[int] = LAYERS, **settings: Any) -> dict[str, Any]:
+    """Engine arguments for extracting into a folder."""
+    transfer = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"storage_root": str(root), "ring_bytes": RING_BYTES} | settings,
+    }
+    return extract(layer_ids) | {"kv_transfer_config": transfer}
+
+
+def ask(max_tokens: int = 8, **kv_transfer_params: Any) -> SamplingParams:
+    extra = {"extra_args": {"kv_transfer_params": kv_transfer_params}} if kv_transfer_params else {}
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **extra)
+
+
+def connector(llm: LLM) -> Any:
+    """The worker's side of the connector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
+def files(root: str | Path) -> list[str]:
+    """All files under the root, but for locks."""
+    paths = (path.relative_to(root) for path in Path(root).rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if path.name not in ("lock", ".writing.lock"))
+
+
+def prompts(*lengths: int, shared: int = 0, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    start = [draw.randrange(4, 1000) for _ in range(shared)]
+    return [start + [draw.randrange(4, 1000) for _ in range(length)] for length in lengths]
+
+
+def examine(llm: LLM, output: Any) -> dict[str, Any]:
+    """What a response says, and how the record behind it compares with the request and the dense reference."""
+    params = output.kv_transfer_params
+    facts = {
+        "params": params,
+        "prompt": len(output.prompt_token_ids),
+        "output": len(output.outputs[0].token_ids),
+        "reason": output.outputs[0].finish_reason,
+    }
+    if not params or "hidden_states_path" not in params:
+        return facts
+    record = load(params["hidden_states_path"], params.get("hidden_states_name"))
+    info = record.info
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    stop = info.first_position + info.rows
+    expected = dense(llm.llm_engine.vllm_config.model_config.model)(tokens[:stop])[info.first_position :]
+    expected = expected[:, list(info.layer_ids)]
+    return facts | {
+        "shape": list(record.hidden_states.shape),
+        "layer_ids": list(info.layer_ids),
+        "first": info.first_position,
+        "rows": info.rows,
+        "tokens equal": record.token_ids.tolist() == tokens[info.first_position : stop],
+        "worst": float((record.hidden_states - expected).abs().max() / expected.abs().max()),
+        "finish_reason": info.finish_reason,
+    }
+
+
+def generate(llm: LLM, batch: list[list[int]], params: Any) -> list[dict[str, Any]]:
+    """Everything is examined after `generate` has returned and before anything else runs."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in batch]
+    return [examine(llm, output) for output in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def few(llm: LLM, root: str) -> dict[str, Any]:
+    """The same for engines that are slow: chunks, decoding side by side, hits, a name that leads out of the root."""
+    everything = {"include_output_tokens": True}
+    return {
+        "batches": {
+            "chunks": generate(llm, prompts(150), ask(4)),
+            "side by side": generate(llm, prompts(3, 20, 40), ask(6, **everything)),
+            "shared": generate(llm, prompts(3, 40, shared=96), ask(4, **everything)),
+            "again": generate(llm, prompts(3, 40, shared=96), ask(4, **everything)),
+        },
+        "refused": generate(llm, prompts(20), ask(2, name="../up")),
+        "metrics": metrics(llm),
+        "files": files(root),
+        "runner": type(runner(llm)).__module__,
+    }
+
+
+def many(llm: LLM, root: str) -> dict[str, Any]:
+    """Batches of one to sixteen; prompts in chunks, hits and repetitions; what can be asked of a request."""
+    everything = {"include_output_tokens": True}
+    batches = {
+        "alone": generate(llm, prompts(150), ask()),
+        "sixteen": generate(llm, prompts(*range(1, 161, 10)), ask(20, **everything)),
+        "shared": generate(llm, prompts(3, 40, 70, shared=96), ask(**everything)),
+        "again": generate(llm, prompts(3, 40, 70, shared=96), ask(**everything)),
+        "one token": generate(llm, prompts(33), ask(1)),
+        "window": generate(llm, prompts(60), ask(window=[10, 45])),
+        "window past the end": generate(llm, prompts(60), ask(window=[50, 500], **everything)),
+        "off": generate(llm, prompts(60), ask(extract=False)),
+        "stop string": generate(llm, prompts(60), SamplingParams(temperature=0, max_tokens=40, stop=["e", " "])),
+        "named": generate(llm, prompts(60), ask(name="set/one")),
+        "same name": generate(llm, prompts(60), ask(name="set/one.safetensors")),
+    }
+    os.symlink("/", Path(root, "outside"))
+    os.symlink(root, Path(root, "set", "inside"))
+    refused = {
+        "../up": ask(name="../up"),
+        "/absolute": ask(name="/absolute"),
+        "outside/file": ask(name="outside/file"),
+        "set/inside/file": ask(name="set/inside/file"),
+        "a file for a folder": ask(name="set/one.safetensors/file"),
+        "an empty window": ask(window=[70, 80]),
+        "an unknown key": ask(hidden_states_path="x"),
+    }
+    outputs = generate(llm, prompts(*[60] * len(refused)), list(refused.values()))
+    left = connector(llm).peak_host_bytes, connector(llm)._transfer.gathers
+    return {
+        "batches": batches,
+        "refused": dict(zip(refused, outputs, strict=True)),
+        "files": files(root),
+        "metrics": metrics(llm),
+        "peak_bytes": left[0],
+        "gathers": left[1],
+        "dataset": len(RecordDataset(root)),
+        "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+    }
+
+
+def crowded(llm: LLM, root: str) -> dict[str, Any]:
+    """More requests than the KV cache holds at once, so that some are preempted."""
+    outputs = generate(llm, prompts(*[90] * 8), ask(80, include_output_tokens=True))
+    return {
+        "outputs": outputs,
+        "files": files(root),
+        "metrics": metrics(llm),
+        "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+    }
+
+
+def many_asynchronous(llm: LLM, root: str) -> dict[str, Any]:
+    return many(llm, root)
+
+
+def crowded_asynchronous(llm: LLM, root: str) -> dict[str, Any]:
+    return crowded(llm, root)
+
+
+many_asynchronous.prepare = crowded_asynchronous.prepare = _allow_async_scheduling
+
+
+def sharded(llm: LLM, root: str) -> dict[str, Any]:
+    """Many records a file: some batches, one of them longer than a shard."""
+    everything = {"include_output_tokens": True}
+    outputs = generate(llm, prompts(*range(5, 90, 7)), ask(**everything))
+    outputs += generate(llm, prompts(150, 150), ask(name="twice"))
+    dataset = RecordDataset(root)
+    return {
+        "outputs": outputs,
+        "files": files(root),
+        "names": sorted({name for _, name in dataset.entries}),
+        "rows": sum(record.info.rows for record in dataset),
+        "metrics": metrics(llm),
+    }
+
+
+def aborted(llm: LLM, root: str) -> dict[str, Any]:
+    """Requests that are aborted before they run, between two chunks of their prompt, while decoding, and preempted."""
+    engine = llm.llm_engine
+    facts: dict[str, Any] = {}
+
+    def add(name: str, *lengths: int, max_tokens: int = 60) -> None:
+        for i, prompt in enumerate(prompts(*lengths)):
+            engine.add_request(f"{name}{i}", {"prompt_token_ids": prompt}, ask(max_tokens, include_output_tokens=True))
+
+    def requests() -> dict[str, Any]:
+        return {r.request_id.rsplit("-", 1)[0]: r for r in engine.engine_core.engine_core.scheduler.requests.values()}
+
+    add("before", 30)
+    engine.abort_request(["before0"])
+    add("prefill", 200)
+    engine.step()
+    facts["computed in prefill"] = requests()["prefill0"].num_computed_tokens
+    engine.abort_request(["prefill0"])
+    add("decode", 30)
+    for _ in range(3):
+        engine.step()
+    engine.abort_request(["decode0"])
+    # As many as the cache holds only at first; the last to come is preempted when the others grow.
+    add("crowd", *[60] * 6, max_tokens=120)
+    while not any(r.num_preemptions for r in requests().values()):
+        engine.step()
+    victim = next(name for name, r in requests().items() if r.num_preemptions)
+    facts["status of the victim"] = str(requests()[victim].status)
+    engine.abort_request([f"crowd{i}" for i in range(6)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    facts["files"] = files(root)
+    facts["after"] = generate(llm, prompts(20), ask())
+    facts["blocks in use"] = engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+    return facts
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """What a full disk does, without filling one: a write past that length fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def failing(llm: LLM, root: str) -> dict[str, Any]:
+    """Writes that fail, between others that succeed."""
+    facts = {"before": generate(llm, prompts(20), ask())}
+    with no_file_longer_than(120 * 3 * 192 * 4):
+        facts["disk full"] = generate(llm, prompts(200, 20, 210), ask())
+    folder = connector(llm)._storage._folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    facts["after our folder was removed"] = generate(llm, prompts(20), ask())
+    (Path(root) / "file").write_text("")
+    facts["a file in place of a folder"] = generate(llm, prompts(20), ask(name="file/record"))
+    facts["after"] = generate(llm, prompts(20), ask())
+    facts["files"] = files(root)
+    facts["metrics"] = metrics(llm)
+    return facts
+
+
+def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
+    """A disk that stands still holds back the requests that wait for it, and nobody else.
+
+    One of them is longer than the ring, so that its rows have to wait in the store.
+    """
+    from proposers.hidden_states import storage
+
+    gate, create, publish = threading.Event(), storage.Storage.create, storage.Storage.publish
+    watchdog = threading.Timer(60, gate.set)  # an engine that waits for the gate would wait forever
+    watchdog.daemon = True
+    watchdog.start()
+
+    def wait_and_create(self: Any) -> Any:
+        gate.wait()
+        return create(self)
+
+    def wait_and_publish(self: Any, *args: Any) -> Any:
+        gate.wait()
+        return publish(self, *args)
+
+    storage.Storage.publish = wait_and_publish  # type: ignore[method-assign]
+    engine = llm.llm_engine
+    facts: dict[str, Any] = {}
+    for length in (20, 150):
+        gate.clear()
+        for name, params in ((f"stored {length}", ask(2)), (f"other {length}", ask(40, extract=False))):
+            engine.add_request(name, {"prompt_token_ids": prompts(length)[0]}, params)
+        outputs: list[Any] = []
+        while f"other {length}" not in [output.request_id for output in outputs]:
+            outputs += [output for output in engine.step() if output.finished]
+        before = [output.request_id for output in outputs], files(root), gate.is_set()
+        gate.set()
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+        (stored,) = (examine(llm, output) for output in outputs if output.request_id == f"stored {length}")
+        facts[str(length)] = {
+            "before": before[0],
+            "files before": before[1],
+            "gate opened by itself": before[2],
+            "finished": [output.request_id for output in outputs],
+            "files": files(root),
+            "stored": stored,
+        }
+        storage.Storage.create = wait_and_create  # type: ignore[method-assign]
+    return facts
+
+
+def embedded(llm: LLM, root: str) -> dict[str, Any]:
+    """What the responses say where a prompt, or a part of it, is embeddings."""
+    embeds = torch.randn(6, llm.llm_engine.model_config.get_hidden_size())
+    token_ids = [5, 6, 0, 0, 9, 10]
+    mixed = {"prompt_token_ids": token_ids, "is_token_ids": [True, True, False, False, True, True], "type": "embeds"}
+    outputs = [llm.generate([{"prompt_embeds": embeds, **more}], ask(2), use_tqdm=False)[0] for more in ({}, mixed)]
+    return {"responses": [output.kv_transfer_params for output in outputs], "files": files(root)}
+
+
+def two_ranks(llm: LLM, root: str) -> dict[str, Any]:
+    return {"outputs": generate(llm, prompts(50, 7), ask(include_output_tokens=True)), "files": files(root)}

@@ -1,0 +1,229 @@
+"""Exports of a real engine's records, read as their consumers read them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from proposers.hidden_states import Record, RecordDataset, RecordInfo
+from proposers.hidden_states.__main__ import main
+from proposers.hidden_states.export import FinalNorm, export
+from tests.support import records
+from tests.support.engine import TINY, run
+from tests.support.extraction import FAMILIES, write_model
+from tests.support.records import records_engine
+
+LAYERS = [4, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some requests of the tiny model, with their outputs."""
+    root = tmp_path_factory.mktemp("records")
+    run(records.two_ranks, records_engine(root, LAYERS), root=str(root))
+    return root
+
+
+@pytest.fixture(params=["speculators", "modelopt", "specforge"])
+def exported(request: pytest.FixtureRequest, extracted: Path, tmp_path: Path, monkeypatch: Any) -> tuple[str, Path]:
+    arguments = ["export", "--to", request.param, "--records", str(extracted), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["records", *arguments, "--model", TINY])
+    assert main() == 0
+    return request.param, tmp_path / "out"
+
+
+def samples(consumer: str, out: Path) -> list[dict[str, torch.Tensor]]:
+    """The files in order, each as tensors without a batch dimension: ids, aux `[T, (L-1)H]`, last `[T, H]`, mask."""
+    if consumer == "speculators":
+        files = [load_file(out / f"hs_{i}.safetensors") for i in range(2)]
+        return [
+            {"ids": f["token_ids"], "aux": f["hidden_states"][:, :-1].flatten(1), "last": f["hidden_states"][:, -1]}
+            for f in files
+        ]
+    if consumer == "modelopt":
+        files = [torch.load(path, weights_only=True) for path in sorted(out.glob("*.pt"))]
+        assert [f["conversation_id"] for f in files] == [path.stem for path in sorted(out.glob("*.pt"))]
+        names = {"ids": "input_ids", "aux": "aux_hidden_states", "last": "hidden_states", "mask": "loss_mask"}
+        return [{key: f[name] for key, name in names.items()} for f in files]
+    files = [torch.load(out / "rows_0-5000" / f"data_{i}.ckpt", weights_only=True) for i in range(2)]
+    names = {"aux": "aux_hidden_state", "last": "hidden_state"}
+    unbatched = [{key: f[name].squeeze(0) for key, name in names.items()} for f in files]
+    assert all(f["hidden_state"].shape[0] == f["aux_hidden_state"].shape[0] == 1 for f in files)
+    return [u | {"ids": f["input_ids"], "mask": f["loss_mask"]} for u, f in zip(unbatched, files, strict=True)]
+
+
+def test_every_consumer_gets_equal_ids_matching_lengths_and_finite_values(
+    exported: tuple[str, Path], extracted: Path
+) -> None:
+    dataset = RecordDataset(extracted)
+    read = samples(*exported)
+    assert len(read) == len(dataset) == 2
+    for i, sample in enumerate(read):
+        record = dataset[i]
+        rows = record.info.rows
+        assert torch.equal(sample["ids"], record.token_ids)
+        assert sample["aux"].shape == (rows, 2 * 192)
+        assert sample["last"].shape == (rows, 192)
+        assert torch.equal(sample["aux"], record.hidden_states[:, :2].flatten(1))
+        assert sample["last"].isfinite().all()
+        if "mask" in sample:
+            prompt = record.info.num_prompt_tokens
+            assert sample["mask"].tolist() == [0] * prompt + [1] * (rows - prompt)
+
+
+def test_the_last_hidden_state_is_the_one_that_the_consumers_head_wants(exported: tuple[str, Path]) -> None:
+    consumer, out = exported
+    norm = FinalNorm(TINY)
+    head = load_file(f"{TINY}/model.safetensors")["lm_head.weight"].float()
+    for sample in samples(consumer, out):
+        # speculators norms it itself; the others go on with the head.
+        last = norm(sample["last"]) if consumer == "speculators" else sample["last"]
+        predicted = (last @ head.T).argmax(-1)
+        output = slice(-8, -1)  # greedy output: what a row predicts is the token after it
+        assert torch.equal(predicted[output], sample["ids"][-7:])
+
+
+def test_the_export_states_its_convention(exported: tuple[str, Path]) -> None:
+    consumer, out = exported
+    facts = json.loads((out / "export.json").read_text())
+    assert facts["consumer"] == consumer
+    assert facts["records"] == 2
+    assert facts["aux_layer_ids"] == ([3, 1] if consumer == "specforge" else [4, 2])
+    assert ("layer j + 1" in facts["convention"]) == (consumer == "specforge")
+
+
+def record(layer_ids: tuple[int, ...] = (1, 4), value: float = 1.0, tokens: int = 3) -> Record:
+    info = RecordInfo(layer_ids, 4, "float32", "m", 3, 0, 3, "stop", "r")
+    return Record(torch.full((3, len(layer_ids), 8), value), torch.arange(tokens), info)
+
+
+@pytest.mark.parametrize(
+    ("consumer", "made", "message"),
+    [
+        ("speculators", [], "There are no records to export"),
+        ("speculators", [record((1, 2))], "speculators needs 4: extract it too"),
+        ("speculators", [record(), record((2, 4))], "has the layers (2, 4) and the first one (1, 4)"),
+        ("speculators", [record(value=float("nan"))], "not finite"),
+        ("speculators", [record(tokens=4)], "has 4 tokens and 3 rows"),
+        ("specforge", [record((0, 4))], "which specforge has no id for"),
+        ("modelopt", [record()], "name the model's checkpoint"),
+        ("others", [record()], "There is no exporter to 'others', only to speculators"),
+    ],
+)
+def test_what_a_consumer_cannot_use_is_refused(consumer: str, made: list[Record], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is checked below)
+        export(made, consumer, tmp_path, TINY if consumer == "specforge" else None)
+    assert message in str(caught.value)
+
+
+def test_an_export_is_not_mixed_with_another(tmp_path: Path) -> None:
+    assert export([record()], "speculators", tmp_path) == 1
+    with pytest.raises(FileExistsError, match="exists and is no empty folder"):
+        export([record()], "speculators", tmp_path)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="export them apart"):
+        export([record(), record(), record((2, 4))], "speculators", tmp_path / "deep" / "out")
+    assert list((tmp_path / "deep").iterdir()) == []
+    assert export([record()], "speculators", tmp_path / "deep" / "out") == 1
+    assert sorted(path.name for path in (tmp_path / "deep").rglob("*")) == ["export.json", "hs_0.safetensors", "out"]
+
+
+@pytest.mark.parametrize(
+    ("records", "out", "model", "message"),
+    [
+        ("missing", "out", TINY, "missing is no folder"),
+        ("file", "out", TINY, "file is no folder"),
+        ("records", "out", "missing", "missing is no local folder with a checkpoint's config.json"),
+        ("records", "file", TINY, "file exists and is no empty folder"),
+        ("records", "records/out", TINY, "records/out is under"),
+        ("junk", "out", TINY, "junk/0.safetensors is no whole safetensors file"),
+        ("foreign", "out", TINY, "foreign/0.safetensors is no record. The schema is None"),
+        ("shard", "out", TINY, "shard/0.shard.safetensors is no shard of records"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said_in_a_line(
+    records: str, out: str, model: str, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    for name in ("records", "junk", "foreign", "shard"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "junk" / "0.safetensors").write_bytes(b"junk")
+    for name in ("foreign/0.safetensors", "shard/0.shard.safetensors"):
+        save_file({"x": torch.ones(1)}, tmp_path / name)
+    arguments = ["--records", str(tmp_path / records), "--out", str(tmp_path / out), "--model", str(tmp_path / model)]
+    monkeypatch.setattr("sys.argv", ["records", "export", "--to", "modelopt", *arguments])
+    assert main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_of_a_prompt_alone_is_trained_on_as_a_whole(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    write_model("llama", checkpoint)
+    info = RecordInfo((1, 3), 3, "float32", "m", 3, 0, 3, "stop", "r")
+    export([Record(torch.ones(3, 2, 64), torch.arange(3), info)], "modelopt", tmp_path / "out", checkpoint)
+    assert torch.load(tmp_path / "out" / "00000000.pt", weights_only=True)["loss_mask"].tolist() == [1, 1, 1]
+
+
+# A layer norm, and an RMS norm by another name, which might stand elsewhere in another model.
+UNKNOWN_NORMS = ("cohere", "lfm2")
+
+
+@pytest.mark.parametrize("family", UNKNOWN_NORMS)
+def test_a_model_with_another_norm_is_refused(family: str, tmp_path: Path) -> None:
+    write_model(family, tmp_path)
+    with pytest.raises(ValueError, match="has not exactly one RMS norm of a name that final norms have"):
+        FinalNorm(tmp_path)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNKNOWN_NORMS])
+def test_the_final_norm_is_the_one_of_transformers(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(write_model(family, tmp_path), dtype=torch.float32)
+    hidden = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.model.norm(hidden)
+    torch.testing.assert_close(FinalNorm(tmp_path)(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_without_a_known_norm_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    with pytest.raises(ValueError, match="has not exactly one RMS norm"):
+        FinalNorm(tmp_path)
+
+
+def write_norms(folder: Path, model_type: str, *names: str) -> Path:
+    """A checkpoint with nothing but norms, each of other weights."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "rms_norm_eps": 1e-5}))
+    save_file({name: torch.full((4,), 2.0 + i) for i, name in enumerate(names)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["model.mtp_layers.0.final_layernorm.weight", "mtp.norm.weight", "a.vision.norm.weight", "visual.norm.weight"],
+)
+def test_the_norms_of_drafts_and_of_other_parts_are_not_taken_for_the_final_one(other: str, tmp_path: Path) -> None:
+    norm = FinalNorm(write_norms(tmp_path, "qwen2", "model.norm.weight", other))
+    hidden = torch.ones(1, 4)
+    torch.testing.assert_close(norm(hidden), 2 * hidden, rtol=1e-4, atol=0)
+
+
+def test_two_norms_that_might_be_the_final_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has not exactly one RMS norm"):
+        FinalNorm(write_norms(tmp_path, "qwen2", "model.norm.weight", "model.language_model.norm.weight"))
+
+
+@pytest.mark.parametrize(("family", "factor"), [("gemma3_text", 3.0), ("gemma3n_text", 2.0), ("gemma4_text", 2.0)])
+def test_a_family_is_known_by_its_whole_name(family: str, factor: float, tmp_path: Path) -> None:
+    hidden = torch.ones(1, 4)
+    found = FinalNorm(write_norms(tmp_path, family, "model.norm.weight"))(hidden)
+    torch.testing.assert_close(found, factor * hidden, rtol=1e-4, atol=0)

@@ -1,0 +1,92 @@
+"""From an architecture to its proposer, and what importing the plugin costs."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import ParallelConfig
+
+from proposers.models import (
+    PROPOSERS,
+    Mode,
+    draft_architecture,
+    is_known,
+    load_proposer,
+    why_left_to_the_host,
+)
+from proposers.v1 import MultiGroupProposer
+from tests.support.engine import ChildFailedError, run_python
+
+
+@pytest.mark.parametrize("word", ["on", "upstream", "off"])
+def test_every_word_is_a_mode(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTP_PROPOSERS", word)
+    assert Mode.from_env() == word
+
+
+def test_without_the_variable_the_package_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MTP_PROPOSERS")
+    assert Mode.from_env() is Mode.ON
+
+
+@pytest.mark.parametrize("word", ["", "1", "On", "none"])
+def test_an_unknown_word_is_refused_with_the_words_there_are(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTP_PROPOSERS", word)
+    with pytest.raises(ValueError, match=f"MTP_PROPOSERS='{word}' is not a mode: set it to one of on, upstream, off"):
+        Mode.from_env()
+
+
+def test_an_unknown_word_stops_the_process_that_loads_the_plugin() -> None:
+    # vLLM swallows a plugin that fails to import, and must not swallow this.
+    with pytest.raises(ChildFailedError, match="MTP_PROPOSERS='maybe' is not a mode"):
+        run_python("from vllm.plugins import load_general_plugins as load; load()", MTP_PROPOSERS="maybe")
+
+
+@pytest.mark.parametrize("architecture", PROPOSERS)
+def test_every_known_architecture_has_a_proposer_for_it(architecture: str) -> None:
+    proposer = load_proposer(architecture)
+    assert issubclass(proposer, MultiGroupProposer)
+    assert proposer.descriptor.architecture == architecture
+
+
+def config(method: str, *architectures: str) -> SimpleNamespace:
+    """As much of a SpeculativeConfig as the registry asks for."""
+    draft = SimpleNamespace(hf_config=SimpleNamespace(architectures=list(architectures) or None))
+    return SimpleNamespace(method=method, draft_model_config=draft, target_parallel_config=ParallelConfig())
+
+
+def test_only_the_mtp_method_of_a_known_architecture_is_ours() -> None:
+    assert is_known(config("mtp", "Step3p5MTP"))
+    assert not is_known(config("mtp", "SomeOtherMTP"))
+    assert not is_known(config("eagle", "Step3p5MTP"))
+    assert not is_known(config("mtp"))
+    assert not is_known(SimpleNamespace(method="ngram", draft_model_config=None))
+    assert not is_known(None)
+    assert draft_architecture(config("mtp", "SomeOtherMTP")) == "SomeOtherMTP"
+
+
+@pytest.mark.parametrize(
+    ("size", "what"), [("pipeline_parallel_size", "pipeline"), ("decode_context_parallel_size", "context")]
+)
+def test_how_a_model_is_parallel_can_leave_it_to_the_host(size: str, what: str) -> None:
+    left = config("mtp", "Step3p5MTP")
+    setattr(left.target_parallel_config, size, 2)
+    assert not is_known(left)
+    assert f"no {what} parallelism" in (why_left_to_the_host(left) or "")
+    assert why_left_to_the_host(config("mtp", "Step3p5MTP")) is why_left_to_the_host(config("eagle")) is None
+
+
+def test_importing_the_plugin_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, json, proposers.plugin, proposers.models; "
+        "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'vllm', 'transformers'})))"
+    )
+    assert json.loads(run_python(code)) == []
+
+
+def test_a_plugin_that_is_off_imports_no_runner() -> None:
+    code = (
+        "import sys; from proposers.plugin import register; register(); "
+        "assert not any(m.startswith('vllm') for m in sys.modules), 'vllm was imported'; print('off')"
+    )
+    assert run_python(code, MTP_PROPOSERS="off").strip() == "off"
