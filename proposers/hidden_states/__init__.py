@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from proposers.hidden_states.record import RecordDataset, load
+    from proposers.hidden_states.record import Record, RecordDataset, RecordInfo, load
 
-__all__ = ["RecordDataset", "load"]
+__all__ = ["Record", "RecordDataset", "RecordInfo", "load"]
 
 
 def __getattr__(name: str) -> Any:
