@@ -83,7 +83,8 @@ def residual_is_added(parent: nn.Module, like: torch.Tensor) -> bool:
 
     def outcome(*tensors: torch.Tensor) -> torch.Tensor:
         output = norm(*(tensor.clone() for tensor in tensors))  # some work in place
-        return (output[0] if isinstance(output, tuple) else output).float()
+        normed: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return normed.float()
 
     try:
         both = outcome(hidden, residual)

@@ -9,170 +9,17 @@ so that the two can't differ.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.config import VllmConfig
-from vllm.triton_utils import tl, triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from mtp.groups import DraftGroup
-from mtp.kernels import has_kernels
+from mtp.groups import KVGroup
+from mtp.kernels.static_inputs import StaticInputs
 from mtp.rows import PassInputs, StepRows
-
-BLOCK_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class StaticInputs:
-    """Memory that a recorded pass reads, for as many requests as there can be.
-
-    Attributes:
-        rows: of windows of `query_len` rows each.
-        next_token_ids, history_slots: as of `PassInputs`.
-        seq_lens: `[max_num_reqs]` int32.
-        query_len: rows of each window, 1 + drafts.
-        padding_slot: a slot of the history that belongs to no request.
-    """
-
-    rows: StepRows
-    next_token_ids: torch.Tensor
-    history_slots: torch.Tensor
-    seq_lens: torch.Tensor
-    query_len: int
-    padding_slot: int
-
-    @classmethod
-    def make(
-        cls,
-        max_num_reqs: int,
-        query_len: int,
-        padding_slot: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "StaticInputs":
-        num_rows = max_num_reqs * query_len
-        zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)  # noqa: E731
-        rows = StepRows(
-            token_ids=zeros(num_rows, dtype=torch.int32),
-            positions=zeros(num_rows, dtype=torch.int64),
-            hidden_states=zeros(num_rows, hidden_size, dtype=dtype),
-            num_rejected=zeros(max_num_reqs, dtype=torch.int32),
-            query_start_loc=zeros(max_num_reqs + 1, dtype=torch.int32),
-        )
-        next_token_ids = zeros(max_num_reqs, dtype=torch.int32)
-        history_slots = torch.full((max_num_reqs,), padding_slot, dtype=torch.int64, device=device)
-        seq_lens = zeros(max_num_reqs, dtype=torch.int32)
-        return cls(rows, next_token_ids, history_slots, seq_lens, query_len, padding_slot)
-
-    def fill(self, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
-        """Takes over a batch, and pads it to `size` requests.
-
-        Args:
-            num_rows: of the step; there may be more in `inputs`.
-            seq_lens: `[num_reqs]` int32, rejected rows of the step counted in.
-        """
-        self.rows.hidden_states[:num_rows].copy_(inputs.rows.hidden_states[:num_rows])
-        fill = _fill_in_one_launch if has_kernels(self.seq_lens) else fill_one_by_one
-        fill(self, inputs, num_rows, seq_lens, size)
-
-    def pad(self, first: int, end: int, num_rows: int) -> None:
-        """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
-
-        Each is a sequence of no rows, of which more are rejected than drafts are made: those past its end are padding
-        too.
-        """
-        self.history_slots[first:end].fill_(self.padding_slot)
-        self.seq_lens[first:end].zero_()
-        self.rows.query_start_loc[first + 1 : end + 1].fill_(num_rows)
-        self.rows.num_rejected[first:end].fill_(self.query_len)
-
-
-def fill_one_by_one(static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
-    """`StaticInputs.fill` of all but the hidden states, in plain PyTorch."""
-    num_reqs, rows = seq_lens.shape[0], inputs.rows
-    static.rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
-    static.rows.positions[:num_rows].copy_(rows.positions[:num_rows])
-    static.rows.num_rejected[:num_reqs].copy_(rows.num_rejected)
-    static.rows.query_start_loc[: num_reqs + 1].copy_(rows.query_start_loc)
-    static.next_token_ids[:num_reqs].copy_(inputs.next_token_ids)
-    if inputs.history_slots is not None:
-        static.history_slots[:num_reqs].copy_(inputs.history_slots)
-    static.seq_lens[:num_reqs].copy_(seq_lens)
-    if size > num_reqs:
-        static.pad(num_reqs, size, num_rows)
-
-
-def _fill_in_one_launch(
-    static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int
-) -> None:
-    # In place of eight copies and, for a padded batch, four fills.
-    rows = inputs.rows
-    _fill[(triton.cdiv(max(num_rows, size), BLOCK_ROWS),)](
-        rows.token_ids,
-        rows.positions,
-        rows.num_rejected,
-        rows.query_start_loc,
-        inputs.next_token_ids,
-        static.history_slots if inputs.history_slots is None else inputs.history_slots,
-        seq_lens,
-        static.rows.token_ids,
-        static.rows.positions,
-        static.rows.num_rejected,
-        static.rows.query_start_loc,
-        static.next_token_ids,
-        static.history_slots,
-        static.seq_lens,
-        seq_lens.shape[0],
-        num_rows,
-        size,
-        static.query_len,
-        static.padding_slot,
-        BLOCK_ROWS,
-    )
-
-
-@triton.jit(do_not_specialize=["num_reqs", "num_rows", "size"])
-def _fill(
-    token_ids_ptr,
-    positions_ptr,
-    num_rejected_ptr,
-    query_start_loc_ptr,
-    next_token_ids_ptr,
-    history_slots_ptr,
-    seq_lens_ptr,
-    out_token_ids_ptr,
-    out_positions_ptr,
-    out_num_rejected_ptr,
-    out_query_start_loc_ptr,
-    out_next_token_ids_ptr,
-    out_history_slots_ptr,
-    out_seq_lens_ptr,
-    num_reqs,
-    num_rows,
-    size,
-    QUERY_LEN: tl.constexpr,
-    PADDING_SLOT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Element i of a program is row i, request i, and the end of request i's rows."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = i < num_rows
-    tl.store(out_token_ids_ptr + i, tl.load(token_ids_ptr + i, mask=is_row), mask=is_row)
-    tl.store(out_positions_ptr + i, tl.load(positions_ptr + i, mask=is_row), mask=is_row)
-    is_req = i < num_reqs
-    written = i < size
-    num_rejected = tl.load(num_rejected_ptr + i, mask=is_req, other=QUERY_LEN)
-    tl.store(out_num_rejected_ptr + i, num_rejected, mask=written)
-    ends = tl.load(query_start_loc_ptr + 1 + i, mask=is_req, other=num_rows)
-    tl.store(out_query_start_loc_ptr + 1 + i, ends, mask=written)
-    tl.store(out_next_token_ids_ptr + i, tl.load(next_token_ids_ptr + i, mask=is_req), mask=is_req)
-    slots = tl.load(history_slots_ptr + i, mask=is_req, other=PADDING_SLOT)
-    tl.store(out_history_slots_ptr + i, slots, mask=written)
-    tl.store(out_seq_lens_ptr + i, tl.load(seq_lens_ptr + i, mask=is_req, other=0), mask=written)
 
 
 class PassGraphs:
@@ -190,7 +37,7 @@ class PassGraphs:
         self,
         vllm_config: VllmConfig,
         run: Callable[[PassInputs, CommonAttentionMetadata], torch.Tensor],
-        groups: Sequence[DraftGroup],
+        groups: Sequence[KVGroup],
         query_len: int,
         max_num_reqs: int,
         max_model_len: int,
@@ -244,13 +91,11 @@ class PassGraphs:
 
     def run_static(self, num_reqs: int) -> torch.Tensor:
         """The eager pass over the first `num_reqs` requests of the static inputs: what is recorded."""
-        bound = [group.block_table for group in self._groups]
-        for group, table in zip(self._groups, self._tables, strict=True):
-            group.block_table = table[:num_reqs]
-        drafts = self._run(*self._first(num_reqs))
-        for group, bound_table in zip(self._groups, bound, strict=True):
-            group.block_table = bound_table
-        return drafts
+        with ExitStack() as borrowed:
+            for group, table in zip(self._groups, self._tables, strict=True):
+                borrowed.callback(setattr, group, "block_table", group.block_table)
+                group.block_table = table[:num_reqs]
+            return self._run(*self._first(num_reqs))
 
     def size_for(self, num_reqs: int, max_query_len: int) -> int | None:
         """The number of requests of the graph that can run this batch; None where there is none."""

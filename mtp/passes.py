@@ -5,12 +5,13 @@ them, those that the last pass had to compute from drafts. After the pass every 
 a run from scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write
 past the last valid row, where the next window writes again.
 
-Who owns what. A host (`proposers/v1.py` for vLLM's V1 runner, `proposers/v2.py` for V2) translates the runner's
-step to `PassInputs` and attention metadata, feeds the model and samples. The window, the order of modules, the slots
-and metadata of each group, and the recording of whole passes are here.
+Who owns what. An adapter of a runner translates the runner's step to `PassInputs` and attention metadata, feeds the
+model and samples. The window, the order of modules, the slots and metadata of each group, and the capture of whole
+passes are here.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,9 +21,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from mtp.attention import leave_sequences_whole
+from mtp.base import GroupProposer
 from mtp.graphs import PassGraphs
-from mtp.groups import DraftGroups, leave_sequences_whole
-from mtp.kernels import has_kernels
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
@@ -55,29 +56,31 @@ class Drafts:
 
     Attributes:
         num_steps: how many to make.
-        recorded: into a graph of the whole pass, which has no room for the host's graphs.
+        captured: into a graph of the whole pass, which has no room for the host's graphs.
         token_ids: `[num_reqs]` int64 each.
     """
 
     num_steps: int
-    recorded: bool = False
+    captured: bool = False
     token_ids: list[torch.Tensor] = field(default_factory=list)
 
 
-class DraftPasses(ABC):
-    """What a drafter of either runner inherits beside the runner's own base class.
+class DraftPasses(GroupProposer, ABC):
+    """The drafter's part of a proposer, for an adapter of a runner to inherit beside the runner's own base class.
 
-    Subclasses name their `descriptor`.
+    Attributes:
+        descriptor: of the architecture that drafts.
+        takes_wanted: the model has an argument `wanted`: the rows to compute to the end. The others end in the cache.
+        history: None for a single module, which has nothing to repair.
+        graphs: None as long as no pass was captured.
     """
 
-    descriptor: ClassVar[DraftDescriptor]
     tables_stay: ClassVar[bool] = False
     """The host fills its block tables in place (`PassGraphs`)."""
-    takes_wanted: bool = False
-    """The model has an argument `wanted`: the rows to compute to the end. The others end in the cache."""
 
+    descriptor: DraftDescriptor
     plan: DraftPlan
-    groups: DraftGroups | None
+    takes_wanted: bool
     history: History | None
     graphs: PassGraphs | None
 
@@ -89,34 +92,24 @@ class DraftPasses(ABC):
     max_model_len: int
     model: Any
 
-    def init_passes(self, vllm_config: VllmConfig, max_num_reqs: int) -> None:
-        """To be called by the host's constructor.
+    def init_passes(self, descriptor: DraftDescriptor, vllm_config: VllmConfig, max_num_reqs: int) -> None:
+        """To be called by the adapter's constructor, after that of the runner's base class.
 
         Raises:
             ValueError: the model can't make the number of drafts asked for.
         """
-        self.plan = self.make_plan(vllm_config)
+        self.descriptor, self.plan = descriptor, DraftPlan.of(descriptor, vllm_config)
+        self.takes_wanted = False
         self.groups = self.history = self.graphs = None
         self._max_num_reqs = max_num_reqs
         self._one_row_starts_cpu = torch.arange(max_num_reqs + 1, dtype=torch.int32)
         self._one_row_starts = self._one_row_starts_cpu.to(self.device)
 
-    @classmethod
-    def make_plan(cls, vllm_config: VllmConfig) -> DraftPlan:
-        """Raises `ValueError` when the model can't make the number of drafts asked for."""
-        config = vllm_config.speculative_config
-        return DraftPlan.make(
-            cls.descriptor,
-            config.draft_model_config.hf_config,
-            config.num_speculative_tokens,
-            vllm_config.model_config.max_model_len,
-        )
-
-    # What a host has to know.
+    # What an adapter has to know.
 
     @abstractmethod
     def _plan_execution(self, num_rows: int) -> Execution:
-        """How the host would run so many rows outside of a recorded pass."""
+        """How the host would run so many rows outside of a captured pass."""
 
     @abstractmethod
     def _model_inputs(
@@ -131,6 +124,10 @@ class DraftPasses(ABC):
         """The model's arguments for rows of one module; positions are the same for all modules of a chain."""
 
     @abstractmethod
+    def _idle_inputs(self, module: int, num_rows: int, num_input_tokens: int) -> dict[str, Any]:
+        """The model's arguments for rows of nobody."""
+
+    @abstractmethod
     def _sample_step(self, step: int, hidden: torch.Tensor, window: Window, drafts: Drafts) -> None:
         """Adds the step's draft, by the head of `plan.module_of_step(step)`.
 
@@ -138,18 +135,39 @@ class DraftPasses(ABC):
             hidden: `[num_reqs, hidden_size]`.
         """
 
-    def _prepare_eplb(self, num_rows: int) -> None:  # noqa: B027 - most drafts have no experts to balance
+    def _prepare_eplb(self, num_rows: int) -> None:
         """Called before each forward."""
 
-    def _check_metadata(self, layer_names: list[str], metadata: object) -> None:  # noqa: B027 - most hosts take any
+    def _check_metadata(self, layer_names: list[str], metadata: object) -> None:
         """Raises `ValueError` for metadata that the platform can't draft with."""
 
+    @abstractmethod
     def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """Greedy tokens `[num_reqs]` by the module's head, reduced over tensor-parallel ranks without its logits."""
-        return self.model.get_top_tokens(hidden)
 
-    def prepare_model(self) -> None:  # noqa: B027 - most need nothing
-        """Called once the draft model is loaded."""
+    # Warm-up.
+
+    def warm_up(self, num_rows: int) -> None:
+        self._run_idle(range(self.plan.chain_length), num_rows, self._plan_execution(num_rows))
+
+    def _run_idle(
+        self,
+        modules: Iterable[int],
+        num_rows: int,
+        execution: Execution,
+        slot_mapping: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Runs these modules over rows of nobody."""
+        for module in modules:
+            with set_forward_context(
+                None,
+                self.vllm_config,
+                num_tokens=execution.num_input_tokens,
+                num_tokens_across_dp=execution.num_tokens_across_dp,
+                cudagraph_runtime_mode=execution.mode,
+                slot_mapping=slot_mapping or {},
+            ):
+                self.model(**self._idle_inputs(module, num_rows, execution.num_input_tokens))
 
     # A drafting pass.
 
@@ -221,12 +239,9 @@ class DraftPasses(ABC):
         Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
         was made for it to consume: it isn't final, and the next pass writes it again.
         """
-        if follows is not None and has_kernels(token_ids):
-            return shift_rows(token_ids, window.req_indices, window.last_rows, follows)
-        shifted = token_ids.roll(-1)
-        if follows is not None:
-            shifted[window.last_rows] = follows.to(shifted.dtype)
-        return shifted
+        if follows is None:
+            return token_ids.roll(-1)
+        return shift_rows(token_ids, window.req_indices, window.last_rows, follows)
 
     def _slide(self, window: Window, target_cad: CommonAttentionMetadata, hidden: torch.Tensor, drafts: Drafts) -> None:
         """The drafts after the chain's: it slides on, one row per request further for each.
@@ -262,7 +277,7 @@ class DraftPasses(ABC):
         self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
     ) -> CommonAttentionMetadata:
         """A request at max_model_len stays there: its row is padding and its draft is not used. So is one that pads a
-        recorded batch, which ends before position 0.
+        captured batch, which ends before position 0.
         """
         num_reqs, limit = cad.batch_size(), self.max_model_len
         upper = cad.seq_lens_cpu_upper_bound
@@ -279,7 +294,7 @@ class DraftPasses(ABC):
         )
 
     def _execution(self, num_rows: int, drafts: Drafts) -> Execution:
-        if drafts.recorded:
+        if drafts.captured:
             return Execution(CUDAGraphMode.NONE, num_rows, None)
         return self._plan_execution(num_rows)
 
@@ -323,7 +338,7 @@ class DraftPasses(ABC):
         step: int,
     ) -> Layers:
         """Writes the rows' slots in every group that the chain uses, and builds its metadata, once for all modules."""
-        groups, modules = self._bound_groups(), range(self.plan.chain_length)
+        groups, modules = self.bound_groups, range(self.plan.chain_length)
         write_slot_mappings(
             groups.groups_of(modules),
             cad.num_reqs,
@@ -355,19 +370,19 @@ class DraftPasses(ABC):
         """What names the module to the model; a model of one is not asked."""
         return {"spec_step_idx": module} if self.plan.num_modules > 1 else {}
 
-    # Recorded passes.
+    # Captured passes.
 
-    def _records(self, cudagraph_mode: CUDAGraphMode) -> bool:
-        """Whole passes are recorded where the host records whole decode steps."""
+    def _captures(self, cudagraph_mode: CUDAGraphMode) -> bool:
+        """Whole passes are captured where the host captures whole decode steps."""
         config = self.vllm_config.speculative_config
         return cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and not config.enforce_eager
 
     def make_graphs(self) -> PassGraphs:
-        """Room for recorded passes. The groups' block tables must be bound, since the graphs' are as wide."""
+        """Room for captured passes. The groups' block tables must be bound, since the graphs' are as wide."""
         return PassGraphs(
             self.vllm_config,
-            self._run_recorded,
-            self._bound_groups().groups_of(range(self.plan.chain_length)),
+            self._run_captured,
+            self.bound_groups.groups_of(range(self.plan.chain_length)),
             1 + self.plan.num_speculative_tokens,
             self._max_num_reqs,
             self.max_model_len,
@@ -378,25 +393,16 @@ class DraftPasses(ABC):
             self.tables_stay,
         )
 
-    def drop_graphs(self) -> None:
-        """To be called before the communicators that recorded passes use are destroyed: NCCL waits for their graphs."""
+    def release_captured(self) -> None:
         self.graphs = None
 
-    def _run_recorded(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
-        drafts = self._new_drafts(self.plan.num_speculative_tokens, recorded=True)
+    def _run_captured(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
+        drafts = self._new_drafts(self.plan.num_speculative_tokens, captured=True)
         self._run_pass(inputs, cad, None, drafts)
         return torch.stack(drafts.token_ids, dim=1)
 
-    def _new_drafts(self, num_steps: int, recorded: bool = False) -> Drafts:
-        return Drafts(num_steps, recorded)
-
-    def _bound_groups(self) -> DraftGroups:
-        if self.groups is None:
-            raise RuntimeError(
-                "The draft's KV cache groups are not bound: call initialize_attn_backend, or set_attn on the V2 "
-                "runner, before a draft."
-            )
-        return self.groups
+    def _new_drafts(self, num_steps: int, captured: bool = False) -> Drafts:
+        return Drafts(num_steps, captured)
 
 
 def _known_or(known: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor:

@@ -52,6 +52,17 @@ class DraftPlan:
     num_speculative_tokens: int
 
     @classmethod
+    def of(cls, descriptor: DraftDescriptor, vllm_config: Any) -> "DraftPlan":
+        """The plan of an engine's configuration.
+
+        Raises:
+            ValueError: the model can't make the number of drafts asked for.
+        """
+        config = vllm_config.speculative_config
+        hf_config, max_model_len = config.draft_model_config.hf_config, vllm_config.model_config.max_model_len
+        return cls.make(descriptor, hf_config, config.num_speculative_tokens, max_model_len)
+
+    @classmethod
     def make(
         cls, descriptor: DraftDescriptor, hf_config: Any, num_speculative_tokens: int, max_model_len: int
     ) -> "DraftPlan":

@@ -36,7 +36,7 @@ def make_block_hasher(
             return []
         ends = range((first + 1) * hash_block_size, request.num_tokens + 1, hash_block_size)
         following.extend(tuple(request.all_token_ids[end : end + lookahead]) for end in ends)
-        hashes = hash_blocks(request)
+        hashes: list[BlockHash] = hash_blocks(request)
         following.clear()
         return hashes[:count]
 
@@ -55,7 +55,8 @@ def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
     count_cacheable = coordinator.get_num_cacheable_tokens
 
     def get_num_cacheable_tokens(num_computed_tokens: int, kv_cache_group_id: int) -> int:
-        return count_cacheable(max(0, num_computed_tokens - lookahead), kv_cache_group_id)
+        count: int = count_cacheable(max(0, num_computed_tokens - lookahead), kv_cache_group_id)
+        return count
 
     coordinator.num_reprefillable_tokens = 0  # the host's own margin, which it applies only where it drops blocks
     coordinator.get_num_cacheable_tokens = get_num_cacheable_tokens

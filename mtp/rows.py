@@ -41,6 +41,27 @@ class PassInputs(NamedTuple):
     prompt_token_ids: torch.Tensor | None = None
 
 
+@dataclass
+class HistoryRows:
+    """The rows that are kept between passes: entry j of slot s is the row at position `ends[s] - depth + j`.
+
+    Attributes:
+        depth: rows kept per request, modules - 1.
+        token_ids: `[num_slots, depth]` int32.
+        positions: rotary positions, `[num_slots, depth]` or `[3, num_slots, depth]` int64.
+        hidden_states: `[num_slots, depth, hidden_size]` of the target.
+        ends: `[num_slots]` int64, the position after the last row.
+        valid: `[num_slots]` int64, how many of the last entries are there.
+    """
+
+    depth: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    hidden_states: torch.Tensor
+    ends: torch.Tensor
+    valid: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where the rows of a pass lie, and what they hold.

@@ -1,34 +1,32 @@
-"""Slot mappings: where in each KV cache group a row's key and value go.
+"""Slots: where in a KV cache group a row lies.
+
+The slot of the row at sequence position p is `block_table[p // block_size] * block_size + p % block_size`. All slot
+arithmetic of the package is here: `write_slot_mappings` for the rows of a pass, on the device, and `slots_of` for a
+reader of rows, on the host.
 
 The sequence position of a row, which is what the block table is indexed by, is not its rotary position: under M-RoPE
 the two differ (vLLM issue 54498). `mtp/window.py` has it from the lengths alone.
-
-On the CPU the slots are computed group by group; that version is also the reference for the kernel, which does all
-groups in one launch.
 """
 
-import functools
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from vllm.triton_utils import tl, triton
-from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from mtp.groups import DraftGroup
-from mtp.kernels import has_kernels
-
-BLOCK_ROWS = 256
+from mtp.groups import KVGroup
+from mtp.kernels.slots import write_slots
 
 
 def write_slot_mappings(
-    groups: Sequence[DraftGroup],
+    groups: Sequence[KVGroup],
     num_reqs: int,
     req_indices: torch.Tensor,
     positions: torch.Tensor,
     max_model_len: int,
     num_padded_tokens: int,
 ) -> None:
-    """Fills `slot_mapping[:num_padded_tokens]` of every group.
+    """Fills `slot_mapping[:num_padded_tokens]` of every group, on CUDA in one launch for all of them.
 
     Args:
         req_indices: `[num_tokens]` integer, each row's request.
@@ -38,96 +36,31 @@ def write_slot_mappings(
     Raises:
         RuntimeError: a group has no block table for these requests.
     """
-    write = _write_in_one_launch if has_kernels(positions) else write_group_by_group
-    write(groups, num_reqs, req_indices, positions, max_model_len, num_padded_tokens)
-
-
-def write_group_by_group(
-    groups: Sequence[DraftGroup],
-    num_reqs: int,
-    req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    max_model_len: int,
-    num_padded_tokens: int,
-) -> None:
-    """`write_slot_mappings` in plain PyTorch."""
-    num_tokens = positions.shape[0]
-    valid = (positions >= 0) & (positions < max_model_len)
-    positions = positions.long()
-    # Most groups have blocks of one size and tables of one width.
-    located: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-    for group in groups:
-        table, size = group.table(num_reqs), group.block_size
-        width = table.shape[1]
-        if (size, width) not in located:
-            # A position past the table is not the row's to write either; the clamp only keeps the look-up in bounds.
-            blocks = (positions // size).clamp(0, width - 1)
-            located[size, width] = valid & (positions < width * size), blocks, positions % size
-        in_table, blocks, offsets = located[size, width]
-        slots = table[req_indices, blocks].long() * size + offsets
-        group.slot_mapping[:num_tokens] = torch.where(in_table, slots, PADDING_SLOT_ID)
-        group.slot_mapping[num_tokens:num_padded_tokens] = PADDING_SLOT_ID
-
-
-def _write_in_one_launch(
-    groups: Sequence[DraftGroup],
-    num_reqs: int,
-    req_indices: torch.Tensor,
-    positions: torch.Tensor,
-    max_model_len: int,
-    num_padded_tokens: int,
-) -> None:
     tables = [group.table(num_reqs) for group in groups]
-    described = tuple(
-        (table.data_ptr(), table.stride(0), table.shape[1], group.block_size, group.slot_mapping.data_ptr())
-        for group, table in zip(groups, tables, strict=True)
-    )
-    _write_slots[len(groups), triton.cdiv(num_padded_tokens, BLOCK_ROWS)](
-        _on_device(described, positions.device),
-        req_indices,
-        positions,
-        positions.shape[0],
-        num_padded_tokens,
-        max_model_len,
-        PADDING_SLOT_ID,
-        BLOCK_ROWS,
-    )
+    block_sizes = [group.block_size for group in groups]
+    outputs = [group.slot_mapping for group in groups]
+    write_slots(tables, block_sizes, outputs, req_indices, positions, max_model_len, num_padded_tokens)
 
 
-@functools.cache
-def _on_device(described: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    """The groups' tables and buffers as `[num_groups, 5]` int64.
+def slots_of(block_ids: Sequence[int], first: int, count: int, block_size: int) -> npt.NDArray[np.int64]:
+    """The slots `[count]` of a request's rows at the positions `[first, first + count)`.
 
-    Kept for good, since a recorded pass reads it at every replay. The host's tables stay where they are, so there are
-    few of them.
+    In NumPy, since a reader needs them for each request, and small operations take torch longer.
+
+    Args:
+        block_ids: of the request, in the group's order.
+        block_size: tokens per block of those ids.
+
+    Raises:
+        ValueError: the request has fewer blocks.
     """
-    return torch.tensor(described, dtype=torch.int64).to(device)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_padded_tokens", "max_model_len"])
-def _write_slots(
-    groups_ptr,
-    req_indices_ptr,
-    positions_ptr,
-    num_tokens,
-    num_padded_tokens,
-    max_model_len,
-    PADDING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A program for each group and block of rows. It counts in 64 bits: a block times the block size overflows 32."""
-    group_ptr = groups_ptr + tl.program_id(0) * 5
-    table_ptr = tl.load(group_ptr).to(tl.pointer_type(tl.int32))
-    stride = tl.load(group_ptr + 1)
-    width = tl.load(group_ptr + 2)
-    block_size = tl.load(group_ptr + 3)
-    slots_ptr = tl.load(group_ptr + 4).to(tl.pointer_type(tl.int64))
-
-    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < num_tokens
-    positions = tl.load(positions_ptr + rows, mask=inside, other=-1).to(tl.int64)
-    reqs = tl.load(req_indices_ptr + rows, mask=inside, other=0).to(tl.int64)
-    valid = inside & (positions >= 0) & (positions < max_model_len) & (positions < width * block_size)
-    blocks = tl.load(table_ptr + reqs * stride + positions // block_size, mask=valid, other=0).to(tl.int64)
-    slots = tl.where(valid, blocks * block_size + positions % block_size, PADDING)
-    tl.store(slots_ptr + rows, slots, mask=rows < num_padded_tokens)
+    first_block, skipped = divmod(first, block_size)
+    end_block = -(-(first + count) // block_size)
+    if end_block > len(block_ids):
+        raise ValueError(
+            f"The positions [{first}, {first + count}) reach into block {end_block - 1} of a request that has "
+            f"{len(block_ids)} blocks of {block_size} tokens."
+        )
+    blocks = np.array(block_ids[first_block:end_block], dtype=np.int64)
+    slots = blocks[:, None] * block_size + np.arange(block_size)
+    return slots.ravel()[skipped : skipped + count]

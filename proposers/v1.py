@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
-from vllm.forward_context import set_forward_context
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config, replace
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import get_draft_quant_config
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -22,11 +22,14 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from mtp.groups import build_draft_groups
+from mtp.attention import can_be_captured
+from mtp.groups import bind_kv_groups, layers_by_module, make_attn_groups
 from mtp.kernels.decoder import argmax
-from mtp.passes import DraftPasses, Drafts, Execution
+from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
-from mtp.window import History, Window, chunk_ends
+from mtp.window import History, Window
+from proposers.architecture import Architecture
+from proposers.drafter import ArchitecturePasses
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -58,10 +61,8 @@ class SampledDrafts(Drafts):
     probs: list[torch.Tensor] = field(default_factory=list)
 
 
-class MultiGroupProposer(DraftPasses, EagleProposer):
+class MultiGroupProposer(ArchitecturePasses, EagleProposer):
     """A drafter over several KV cache groups with per-step choice of module, groups and head.
-
-    Subclasses name their `descriptor` and add what is truly their own.
 
     Raises:
         ValueError: at construction, when the model can't make the number of drafts asked for.
@@ -76,11 +77,17 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
     inputs_embeds: torch.Tensor
     arange: torch.Tensor
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        runner: Any = None,
+        architecture: Architecture | None = None,
+    ) -> None:
         super().__init__(vllm_config, device, runner)
-        self.init_passes(vllm_config, self.max_batch_size)
+        self.init_architecture(architecture, vllm_config, self.max_batch_size)
         self._batch: DraftBatch | None = None
-        self._may_record = False
+        self._may_capture = False
         self._none_rejected = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
         if self.plan.chain_length > 1:
@@ -111,44 +118,35 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         """Binds the draft's layers to the KV cache groups.
 
         Raises:
-            ValueError: a layer has no group (`mtp.groups.build_draft_groups`).
+            ValueError: a layer has no group, or the layers don't divide into the modules (`mtp.groups`).
         """
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        self.groups = build_draft_groups(
-            self.vllm_config,
+        draft_layers = {name: layers[name] for name in self._draft_attn_layer_names}
+        groups = bind_kv_groups(
             kv_cache_config,
-            kernel_block_sizes,
-            {name: layers[name] for name in self._draft_attn_layer_names},
-            self.plan.num_modules,
+            make_attn_groups(self.vllm_config, kv_cache_config, kernel_block_sizes, draft_layers, self.device),
             self.max_num_tokens,
             self.device,
+            modules=layers_by_module(draft_layers, self.plan.num_modules),
         )
-        self.graphs = None  # they hold the addresses of another KV cache
+        self.bind_groups(groups)
         # Names under which the host finds them.
-        self.draft_attn_groups = [attn for group in self.groups.all for attn in group.attn_groups]
-        self.kv_cache_gid = self.groups.primary.kv_cache_group_id
-        self.block_size = self.groups.primary.block_size
+        self.draft_attn_groups = [attn for group in groups.all for attn in group.attn_groups]
+        self.kv_cache_gid = groups.primary.kv_cache_group_id
+        self.block_size = groups.primary.block_size
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
         """The host's graphs know a number of rows and no module: with several modules they would replay the first.
 
-        Whole passes are recorded where the host records whole decode steps.
+        Whole passes are captured where the host captures whole decode steps.
         """
-        self._may_record = (
-            self._records(cudagraph_mode)
+        self._may_capture = (
+            self._captures(cudagraph_mode)
             and not self._fixed_forwards
             and not self.uses_mrope
             and not self.supports_mm_inputs
         )
         super().initialize_cudagraph_keys(cudagraph_mode if self.plan.num_modules == 1 else CUDAGraphMode.NONE)
-
-    def set_per_group_attn_metadata(self, gid: int, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Takes the block table of one KV cache group for the coming step.
-
-        The host's slots are not used: they are those of the target's rows in the order that the target ran them, which
-        a draft pass need not keep.
-        """
-        self._bound_groups().bind(gid, block_table)
 
     def prepare_next_token_ids_padded(
         self,
@@ -282,6 +280,9 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         inputs, _ = self.build_model_inputs_first_pass(num_rows, num_input_tokens, mm_embed_inputs)
         return inputs | self._selection(module)
 
+    def _idle_inputs(self, module: int, num_rows: int, num_input_tokens: int) -> dict[str, Any]:
+        return self._buffered_inputs(module, num_rows, num_input_tokens, None)
+
     def _plan_execution(self, num_rows: int) -> Execution:
         return Execution(*self._determine_batch_execution_and_padding(num_rows))
 
@@ -326,8 +327,8 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
             self._last_draft_probs = torch.stack(drafts.probs[:num_wanted], dim=1)
         return torch.stack(drafts.token_ids[:num_wanted], dim=1)
 
-    def _new_drafts(self, num_steps: int, recorded: bool = False) -> Drafts:
-        return SampledDrafts(num_steps, recorded)
+    def _new_drafts(self, num_steps: int, captured: bool = False) -> Drafts:
+        return SampledDrafts(num_steps, captured)
 
     # Set-up and warm-up.
 
@@ -348,7 +349,7 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         The host calls it to profile, to warm up, to capture, and on a rank that has nothing to draft.
         """
         if is_graph_capturing:
-            self._record_pass(num_tokens)
+            self._capture_pass(num_tokens)
         elif num_tokens == self.vllm_config.scheduler_config.max_num_batched_tokens:
             num_tokens = self.max_num_tokens  # the pass of the host's largest step has the history's rows too
         chain = list(range(self.plan.chain_length))
@@ -356,37 +357,63 @@ class MultiGroupProposer(DraftPasses, EagleProposer):
         for modules in (chain[:1],) if is_graph_capturing else (chain, beyond):
             if not modules:
                 continue
-            mode, num_input_tokens, across_dp = self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
-            bound = slot_mappings and self.groups is not None
-            slots = self._bound_groups().slot_mapping_by_layer(num_input_tokens) if bound else slot_mappings or {}
-            for module in modules:
-                with set_forward_context(
-                    None,
-                    self.vllm_config,
-                    num_tokens=num_input_tokens,
-                    num_tokens_across_dp=across_dp,
-                    cudagraph_runtime_mode=mode,
-                    slot_mapping=slots,
-                ):
-                    self.model(**self._buffered_inputs(module, num_tokens, num_input_tokens, None))
+            execution = Execution(*self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs))
+            if slot_mappings and self.groups is not None:
+                slot_mappings = self.groups.slot_mapping_by_layer(execution.num_input_tokens)
+            self._run_idle(modules, num_tokens, execution, slot_mappings)
 
-    def _record_pass(self, num_tokens: int) -> None:
-        """Records the pass of a decode step of so many rows, while the host records the step itself.
+    def _capture_pass(self, num_tokens: int) -> None:
+        """Captures the pass of a decode step of so many rows, while the host captures the step itself.
 
-        Only a host that records whole decode steps hands over their block tables meanwhile.
+        Only a host that captures whole decode steps hands over their block tables meanwhile.
         """
         query_len = 1 + self.plan.num_speculative_tokens
         num_reqs, remainder = divmod(num_tokens, query_len)
-        if remainder or num_reqs > self.max_batch_size or not self._may_record or self.groups is None:
+        if remainder or num_reqs > self.max_batch_size or not self._may_capture or self.groups is None:
             return
         groups = self.groups.groups_of(range(self.plan.chain_length))
-        if any(group.block_table is None for group in groups) or not self.groups.recordable:
+        if any(group.block_table is None for group in groups) or not can_be_captured(self.groups):
             return
         if self.graphs is None:
             self.graphs = self.make_graphs()
         if num_reqs not in self.graphs:
             self.graphs.capture(num_reqs)
 
+    def _create_draft_vllm_config(self) -> VllmConfig:
+        base = super()._create_draft_vllm_config()
+        if not self.architecture.has_config_of_its_own:
+            return base
+        return replace(base, model_config=self.draft_model_config, quant_config=get_draft_quant_config(base))
+
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         if not self.descriptor.own_heads:
             super()._maybe_share_lm_head(target_language_model)
+
+
+def chunk_ends(
+    batch: InputBatch, num_sampled: np.ndarray, cad: CommonAttentionMetadata, count: int
+) -> np.ndarray | None:
+    """The `count` tokens that follow each chunk which ends before its prompt does.
+
+    The prompt is followed by the output so far when a preempted request is computed again. The host is not
+    asked for the token: it answers with the prompt's last one (vLLM's `prepare_next_token_ids_padded`).
+
+    Args:
+        num_sampled: `[num_reqs]`, tokens of this step that the batch counts in already.
+
+    Returns:
+        `[num_reqs, count]` int32 token ids, -1 where there is no such chunk; None when every prompt is complete.
+    """
+    upper = cad.seq_lens_cpu_upper_bound
+    if upper is None:
+        return None
+    ends = upper[: cad.num_reqs].numpy()  # exact for requests that prefill
+    totals = batch.num_tokens_no_spec[: cad.num_reqs] - num_sampled
+    partial = (ends < totals).nonzero()[0]
+    if len(partial) == 0:
+        return None
+    # The scheduler leaves as many tokens past a chunk as there are modules; the clamp keeps the look-up in bounds.
+    columns = np.minimum(ends[partial, None] + np.arange(count), totals[partial, None] - 1)
+    follow = np.full((cad.num_reqs, count), -1, dtype=np.int32)
+    follow[partial] = batch.token_ids_cpu[partial[:, None], columns]
+    return follow

@@ -6,13 +6,13 @@ in tensors that stay where they are. So a decode step hands over nothing that th
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import graph_capture
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,17 +23,19 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.utils import AttentionGroup
 
-from mtp.groups import bind_draft_groups
+from mtp.attention import can_be_captured
+from mtp.groups import bind_kv_groups, layers_by_module
 from mtp.kernels.decoder import argmax
-from mtp.passes import DraftPasses, Drafts, Execution
+from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
-from proposers.models.step3p5 import Step3p5Passes
+from proposers.architecture import Architecture
+from proposers.drafter import ArchitecturePasses
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
+class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
     """A drafter over several KV cache groups with per-step choice of module, groups and head.
 
     Raises:
@@ -42,13 +44,13 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
 
     tables_stay: ClassVar = True
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, architecture: Architecture | None = None) -> None:
         super().__init__(vllm_config, device)
-        self.init_passes(vllm_config, self.max_num_reqs)
+        self.init_architecture(architecture, vllm_config, self.max_num_reqs)
         depth = self.plan.chain_length - 1
         self._max_rows = self.max_num_tokens + depth * self.max_num_reqs
         self._owners: list[str | None] = [None] * self.max_num_reqs
-        self._may_record = False
+        self._may_capture = False
         self._draft_steps = torch.arange(self.plan.num_speculative_tokens, device=device)
         if depth > 0:
             self.history = History(depth, self.max_num_reqs, self.hidden_size, self.dtype, (), device)
@@ -56,7 +58,9 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
     # What the host calls before a step.
 
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
-        self.model = load_eagle_model(target_model, self.vllm_config)
+        # The host shares the target's head with a draft that doesn't say that it has heads, as most MTP models don't.
+        shared_from = _without_head(target_model) if self.descriptor.own_heads else target_model
+        self.model = load_eagle_model(shared_from, self.vllm_config)
         self.prepare_model()
         return self.model
 
@@ -76,27 +80,28 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
         """Binds the draft's layers to the KV cache groups.
 
         Raises:
-            ValueError: a layer has no group (`mtp.groups.bind_draft_groups`).
+            ValueError: a layer has no group, or the layers don't divide into the modules (`mtp.groups`).
         """
         super().set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
-        self.groups = bind_draft_groups(
-            self.attn_groups,
-            block_tables.input_block_tables,
-            block_tables.block_sizes,
-            self.draft_attn_layer_names,
-            self.plan.num_modules,
-            self._max_rows,
-            self.device,
+        self.bind_groups(
+            bind_kv_groups(
+                kv_cache_config,
+                {gid: found for gid, found in enumerate(self.attn_groups) if found},
+                self._max_rows,
+                self.device,
+                modules=layers_by_module(self.draft_attn_layer_names, self.plan.num_modules),
+                block_tables=block_tables.input_block_tables,
+                block_sizes=block_tables.block_sizes,
+            )
         )
-        self.graphs = None  # they hold the addresses of another KV cache
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Whole passes are recorded, so nothing of the host's is needed."""
-        self._may_record = self._records(cudagraph_mode) and self._bound_groups().recordable
+        """Whole passes are captured, so nothing of the host's is needed."""
+        self._may_capture = self._captures(cudagraph_mode) and can_be_captured(self.bound_groups)
 
     def capture(self) -> None:
-        """Records the pass of every decode step that the host has recorded."""
-        if not self._may_record:
+        """Captures the pass of every decode step that the host has captured."""
+        if not self._may_capture:
             return
         self.graphs = self.make_graphs()
         with graph_capture(device=self.device):
@@ -149,9 +154,11 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
         num_reqs = input_batch.num_reqs
         if dummy_run:
             # The host profiles its largest step; the pass of one has the rows of the history too.
-            self._dummy_pass(self._max_rows if is_profile else input_batch.num_tokens)
+            self.warm_up(self._max_rows if is_profile else input_batch.num_tokens)
             return torch.zeros_like(self.draft_tokens[:num_reqs])
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
+        for group in self.bound_groups.all:
+            group.target_slot_mapping = slot_mappings[group.layer_names[0]]
         if self.draft_logits is not None:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if self.history is not None and input_batch.has_prefill:
@@ -207,7 +214,7 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
 
     def _read_metadata(self, batch: InputBatch, max_query_len: int) -> CommonAttentionMetadata:
         """Of the target's step, for the draft's first KV cache group."""
-        num_reqs, group = batch.num_reqs, self._bound_groups().primary
+        num_reqs, group = batch.num_reqs, self.bound_groups.primary
         upper = batch.seq_lens_cpu_upper_bound[:num_reqs]
         return CommonAttentionMetadata(
             query_start_loc=batch.query_start_loc[: num_reqs + 1],
@@ -234,6 +241,12 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
     ) -> dict[str, Any]:
         rows = {"input_ids": token_ids, "positions": positions, "hidden_states": hidden_states, "inputs_embeds": None}
         return rows | self._selection(module)
+
+    def _idle_inputs(self, module: int, num_rows: int, num_input_tokens: int) -> dict[str, Any]:
+        token_ids = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        positions = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        hidden_states = torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        return self._model_inputs(module, token_ids, positions, hidden_states, num_input_tokens, None)
 
     def _plan_execution(self, num_rows: int) -> Execution:
         return Execution(CUDAGraphMode.NONE, num_rows, None)
@@ -271,15 +284,8 @@ class MultiGroupSpeculator(DraftPasses, DraftModelSpeculator):
     def get_draft_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         return self.top_tokens(hidden_states, spec_step_idx)
 
-    def _dummy_pass(self, num_rows: int) -> None:
-        """As many forwards as a pass has, with no attention: for the host's warm-up and its memory profile."""
-        token_ids = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        positions = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        hidden_states = torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        for module in range(self.plan.chain_length):
-            with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
-                self.model(**self._model_inputs(module, token_ids, positions, hidden_states, num_rows, None))
 
-
-class Step3p5Speculator(Step3p5Passes, MultiGroupSpeculator):
-    """Step-3.5 on the V2 runner."""
+def _without_head(target_model: Any) -> Any:
+    """A target as `load_eagle_model` sees it, with no head that it could share."""
+    has_parts = hasattr(target_model, "get_language_model")
+    return SimpleNamespace(model=(target_model.get_language_model() if has_parts else target_model).model)

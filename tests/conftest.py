@@ -30,15 +30,14 @@ def unpatched() -> Iterator[None]:
     """vLLM without our patches for one test; those that were installed come back after it."""
     import vllm
 
-    from proposers import plugin
+    from proposers.host import LEDGER
     from proposers.host import patching as compat
 
     was_installed = compat.installed_patches()
     compat.remove_patches()
     yield
     compat.remove_patches()
-    ledger = plugin.START_UP_FIXES + plugin.DRAFTING + plugin.EXTRACTION
-    compat.apply_patches([patch for patch in ledger if patch.target in was_installed], vllm.__version__)
+    compat.apply_patches([patch for patch in LEDGER if patch.target in was_installed], vllm.__version__)
 
 
 @pytest.fixture

@@ -55,11 +55,11 @@ def no_history(engine: Engine) -> AbstractContextManager[Any]:
 
 def primary_block_size(engine: Engine) -> AbstractContextManager[Any]:
     """All groups' slots are counted in blocks of the first group's size; those outside the cache are dropped."""
-    from mtp import passes
+    from mtp import passes, slots
 
     primary = engine.drafter.groups.primary.block_size
     num_blocks = engine.runner.kv_cache_config.num_blocks
-    write = passes.write_slot_mappings
+    write = slots.write_slot_mappings
 
     def wrong(groups: Any, *args: Any) -> None:
         sizes = [group.block_size for group in groups]

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -42,16 +43,20 @@ def dense_model(folder: Path, setup: Setup) -> DenseModel:
 
 @contextmanager
 def drafter_of(setup: Setup) -> Iterator[None]:
-    """Engines built inside have the setup's drafter."""
-    from proposers.models import PROPOSERS, SPECULATORS
+    """Engines built inside have the setup's drafter.
+
+    One of which every module takes the target's hidden states, as MiMo-V2's do, is Step-3.5's modules under another
+    descriptor, and nothing else: drafts are worse than the trained chain's, and have to be what these modules make of
+    the target's hidden states.
+    """
+    from proposers import architecture
 
     if setup.hidden_states_flow:
         yield
         return
-    with (
-        mock.patch.dict(PROPOSERS, {"Step3p5MTP": "bench.oracle.unchained:UnchainedProposer"}),
-        mock.patch.dict(SPECULATORS, {"Step3p5MTP": "bench.oracle.unchained_speculator:UnchainedSpeculator"}),
-    ):
+    chained = architecture.known_architectures()["Step3p5MTP"]
+    unchained = replace(chained, descriptor=replace(chained.descriptor, hidden_states_flow=False))
+    with mock.patch.dict(architecture._registered, {chained.name: unchained}):
         yield
 
 

@@ -11,6 +11,7 @@ import functools
 import torch
 import vllm.envs as envs
 from torch import nn
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
@@ -22,10 +23,19 @@ from mtp.kernels.decoder import gemma_rms_norm
 def fuse_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Gives norms, rotary embeddings and activations of a model that is not compiled their kernels.
 
-    Batch-invariant mode keeps what the host chose.
+    Batch-invariant mode keeps what the host chose, and so does a model that is compiled.
     """
-    fuse_gemma_norms(model)
-    use_kernels_of_the_host(model, vllm_config)
+    if not _is_compiled(model):
+        fuse_gemma_norms(model)
+        use_kernels_of_the_host(model, vllm_config)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the host compiles any part of it (`support_torch_compile`)."""
+    return any(
+        isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(module, "do_not_compile", True)
+        for module in model.modules()
+    )
 
 
 def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:

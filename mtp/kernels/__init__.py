@@ -1,4 +1,4 @@
-"""Where this package's Triton kernels run. Everywhere else their PyTorch versions do, which are the reference too."""
+"""Every Triton kernel of the package, each beside its PyTorch twin: its reference, and what runs without a GPU."""
 
 import torch
 

@@ -296,9 +296,8 @@ def norm_rope_by_ops(
     half = cos.shape[-1]
 
     def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        first, second, rest = gemma_rms_norm_by_ops(x.float(), weight, eps).split(
-            [half, half, x.shape[-1] - 2 * half], dim=-1
-        )
+        normed = gemma_rms_norm_by_ops(x.float(), weight, eps)
+        first, second, rest = torch.split(normed, [half, half, x.shape[-1] - 2 * half], dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
     return rotated(query, query_weight), rotated(key, key_weight)

@@ -1,18 +1,17 @@
-"""The window of a pass in three launches on CUDA; `mtp/window.py` has the same in plain PyTorch, with the reasons.
+"""The rows of a drafting pass: laid out, kept and shifted. `mtp/window.py` has the reasons.
 
-One program works on the rows of one request, so offsets into the window need no search. A row's source is a number:
-its row in the step, or, below zero, `-1 - index` of its entry in the flattened history.
+Each function has its PyTorch version below it by the name of `..._by_ops`: the reference, and what runs on a CPU and
+under M-RoPE, since the kernels know one rotary position per row.
+
+In a kernel one program works on the rows of one request, so offsets into the window need no search. A row's source is a
+number: its row in the step, or, below zero, `-1 - index` of its entry in the flattened history.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from vllm.triton_utils import tl, triton
 
-from mtp.rows import RowLayout, StepRows
-
-if TYPE_CHECKING:
-    from mtp.window import History
+from mtp.kernels import has_kernels
+from mtp.rows import HistoryRows, RowLayout, StepRows
 
 MAX_BLOCK_ROWS = 256
 BLOCK_COLUMNS = 1024
@@ -24,16 +23,24 @@ def lay_out_rows(
     seq_lens: torch.Tensor,
     num_rows: int,
     longest: int,
-    history: "History",
-    slots: torch.Tensor,
+    history: HistoryRows | None,
+    slots: torch.Tensor | None,
 ) -> RowLayout:
-    """`mtp.window.lay_out_rows`, of a chain without M-RoPE.
+    """The rows of a pass, from those of the step and those of the history.
 
     Args:
-        longest: rows of the longest window.
+        query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin in the window.
+        seq_lens: `[num_reqs]` integer, rejected rows of the step counted in.
+        num_rows, longest: of all windows together, and of the longest.
+        history, slots: None for a single module, which has nothing to repair; else `slots` is `[num_reqs]` int64.
     """
+    if history is None or slots is None or not _has_kernels(rows.positions):
+        return lay_out_rows_by_ops(rows, query_start_loc, seq_lens, num_rows, history, slots)
     num_reqs, device = slots.shape[0], slots.device
-    rows_of = lambda dtype: torch.empty(num_rows, dtype=dtype, device=device)  # noqa: E731
+
+    def rows_of(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, dtype=dtype, device=device)
+
     layout = RowLayout(
         req_indices=rows_of(torch.int64),
         seq_positions=rows_of(torch.int64),
@@ -82,32 +89,60 @@ def lay_out_rows(
     return layout
 
 
-def store_rows(
-    history: "History",
-    slots: torch.Tensor,
+def lay_out_rows_by_ops(
+    rows: StepRows,
     query_start_loc: torch.Tensor,
-    layout: RowLayout,
-) -> None:
-    """`mtp.window.store_rows`."""
-    hidden_size = layout.hidden_states.shape[1]
-    _store_rows[slots.shape[0], triton.cdiv(hidden_size, BLOCK_COLUMNS)](
-        slots,
-        query_start_loc,
-        layout.seq_positions,
-        layout.token_ids,
-        layout.positions,
-        layout.hidden_states,
-        layout.last_rows,
-        layout.last_positions,
-        history.token_ids,
-        history.positions,
-        history.hidden_states,
-        history.ends,
-        history.valid,
-        hidden_size,
-        history.depth,
-        BLOCK_COLUMNS,
+    seq_lens: torch.Tensor,
+    num_rows: int,
+    history: HistoryRows | None,
+    slots: torch.Tensor | None,
+) -> RowLayout:
+    device = query_start_loc.device
+    step_bounds = rows.query_start_loc.long()
+    window_bounds = step_bounds if query_start_loc is rows.query_start_loc else query_start_loc.long()
+    step_starts, window_starts = step_bounds[:-1], window_bounds[:-1]
+    window_lens = window_bounds.diff()
+    first_positions = seq_lens.long() - step_bounds.diff()  # where the target's rows begin
+    last_positions = seq_lens.long() - 1 - rows.num_rejected
+    # Where the window begins. A single module has no stale rows, and keeps the step's.
+    starts = first_positions if history is None else (last_positions - window_lens + 1).clamp(min=0)
+
+    row_indices = torch.arange(num_rows, device=device)
+    req_indices = torch.searchsorted(window_bounds[1:], row_indices, right=True)
+    seq_positions = row_indices + (starts - window_starts)[req_indices]
+    offsets = seq_positions - first_positions[req_indices]  # from the target's first row; negative in the history
+    valid = seq_positions <= last_positions[req_indices]
+    step_rows = (step_starts[req_indices] + offsets).clamp(0, rows.token_ids.shape[0] - 1)
+    token_ids = rows.token_ids[step_rows]
+    positions = rows.positions[..., step_rows]
+    hidden_states = rows.hidden_states[step_rows]
+    if history is not None:
+        assert slots is not None
+        row_slots = slots[req_indices]
+        past = offsets < 0
+        entries = seq_positions - history.ends[row_slots] + history.depth
+        there = (entries < history.depth) & (entries >= history.depth - history.valid[row_slots])
+        entries = entries.clamp(0, history.depth - 1)
+        valid &= ~past | there
+        token_ids = torch.where(past, history.token_ids[row_slots, entries].to(token_ids.dtype), token_ids)
+        positions = torch.where(past, history.positions[..., row_slots, entries], positions)
+        hidden_states = torch.where(past[:, None], history.hidden_states[row_slots, entries], hidden_states)
+    return RowLayout(
+        req_indices=req_indices,
+        seq_positions=torch.where(valid, seq_positions, -1),
+        token_ids=token_ids,
+        positions=positions,
+        hidden_states=hidden_states,
+        # A request that is padding ends before it begins, and must not reach into the rows of the one before it.
+        last_rows=torch.maximum(window_starts + last_positions - starts, window_starts),
+        last_positions=last_positions,
+        seq_lens=(starts + window_lens).to(seq_lens.dtype),
     )
+
+
+def _has_kernels(positions: torch.Tensor) -> bool:
+    """They know one rotary position per row."""
+    return has_kernels(positions) and positions.dim() == 1
 
 
 @triton.jit
@@ -189,6 +224,53 @@ def _gather_rows(sources_ptr, step_ptr, step_stride, history_ptr, out_ptr, size:
     tl.store(out_ptr + row * size + columns, hidden, mask=inside)
 
 
+def store_rows(history: HistoryRows, slots: torch.Tensor, query_start_loc: torch.Tensor, layout: RowLayout) -> None:
+    """Keeps in the history the last rows up to each request's last valid one.
+
+    Args:
+        slots: `[num_reqs]` int64, of the history.
+        query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin in the window.
+    """
+    if not _has_kernels(layout.positions):
+        store_rows_by_ops(history, slots, query_start_loc, layout)
+        return
+    hidden_size = layout.hidden_states.shape[1]
+    _store_rows[slots.shape[0], triton.cdiv(hidden_size, BLOCK_COLUMNS)](
+        slots,
+        query_start_loc,
+        layout.seq_positions,
+        layout.token_ids,
+        layout.positions,
+        layout.hidden_states,
+        layout.last_rows,
+        layout.last_positions,
+        history.token_ids,
+        history.positions,
+        history.hidden_states,
+        history.ends,
+        history.valid,
+        hidden_size,
+        history.depth,
+        BLOCK_COLUMNS,
+    )
+
+
+def store_rows_by_ops(
+    history: HistoryRows, slots: torch.Tensor, query_start_loc: torch.Tensor, layout: RowLayout
+) -> None:
+    steps_back = torch.arange(history.depth - 1, -1, -1, device=slots.device)
+    rows = layout.last_rows[:, None] - steps_back
+    inside = rows >= query_start_loc[:-1].long()[:, None]
+    rows = rows.clamp(min=0)
+    there = inside & (layout.seq_positions[rows] >= 0)
+    history.token_ids[slots] = layout.token_ids[rows].to(history.token_ids.dtype)
+    history.positions[..., slots, :] = layout.positions[..., rows]
+    history.hidden_states[slots] = layout.hidden_states[rows]
+    history.ends[slots] = layout.last_positions + 1
+    # Rows count from the last one back, up to the first that is missing.
+    history.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
+
+
 @triton.jit
 def _store_rows(
     slots_ptr,
@@ -236,12 +318,26 @@ def _store_rows(
 def shift_rows(
     token_ids: torch.Tensor, req_indices: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor
 ) -> torch.Tensor:
-    """Every row's next token, and `follows` `[num_reqs]` after the last valid one."""
+    """Every row's next token, and after each request's last valid row the token that follows it.
+
+    Args:
+        token_ids, req_indices: `[num_rows]` integer.
+        last_rows: `[num_reqs]` int64.
+        follows: `[num_reqs]` integer.
+    """
+    if not has_kernels(token_ids):
+        return shift_rows_by_ops(token_ids, last_rows, follows)
     shifted = torch.empty_like(token_ids)
     num_rows = token_ids.shape[0]
     _shift_rows[(triton.cdiv(num_rows, MAX_BLOCK_ROWS),)](
         token_ids, req_indices, last_rows, follows, shifted, num_rows, MAX_BLOCK_ROWS
     )
+    return shifted
+
+
+def shift_rows_by_ops(token_ids: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor) -> torch.Tensor:
+    shifted = token_ids.roll(-1)
+    shifted[last_rows] = follows.to(shifted.dtype)
     return shifted
 
 

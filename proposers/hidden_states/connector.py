@@ -32,8 +32,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from mtp.store import SupplementaryStore, anchor_group
-from proposers.hidden_states.plan import METHOD, ExtractionPlan, extracts
+from mtp.groups import choose_anchor
+from mtp.store import RowStore
+from proposers.hidden_states.plan import METHOD, ExtractionPlan
 from proposers.hidden_states.record import RecordInfo
 from proposers.hidden_states.request import RecordRequest, Settings, generated_name
 from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
@@ -103,16 +104,18 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
-        if not extracts(vllm_config.speculative_config):
+        plan = ExtractionPlan.of(vllm_config)
+        if plan is None:
             raise ValueError(
                 f"HiddenStatesConnector writes what the method {METHOD} extracts, and this engine doesn't. Give a "
                 "speculative_config with that method, or no HiddenStatesConnector."
             )
         self.stats = HiddenStatesStats()
         if role is KVConnectorRole.SCHEDULER:
-            self._anchor = anchor_group(kv_cache_config)
-            self._block_size = kv_cache_config.kv_cache_groups[self._anchor].kv_cache_spec.block_size
-            self._plan = ExtractionPlan.of(vllm_config)
+            groups = kv_cache_config.kv_cache_groups
+            self._anchor = choose_anchor(groups)
+            self._block_size = groups[self._anchor].kv_cache_spec.block_size
+            self._plan = plan
             self._takes: list[Take] = []
             self._number = 0
             self._warn_of_stop_strings = self._warn_of_sessions = True
@@ -233,7 +236,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The worker's side.
 
-    def bind_store(self, store: SupplementaryStore) -> None:
+    def bind_store(self, store: RowStore) -> None:
         """Starts the writers, on the rank that has rows; again when the store was allocated anew."""
         if self._transfer is not None:
             self._transfer.bind(store)

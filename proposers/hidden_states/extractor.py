@@ -6,26 +6,26 @@ hooks of the model, so they are part of whatever graph it is captured in. From t
 its block is the request's, or in the prefix cache.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from mtp.base import GroupProposer
 from mtp.capture import capture_residual_stream
-from mtp.store import CacheOnlyAttention, SupplementaryStore
+from mtp.groups import bind_kv_groups, choose_anchor
+from mtp.store import CacheOnlyAttention, RowStore
 from proposers.hidden_states.plan import ExtractionPlan
-
-logger = init_logger(f"vllm.{__name__}")
 
 LAYER_NAME = "hidden_states.cache_only"
 
 
-class ExtractHiddenStatesProposer:
-    """Serves `"method": "extract_hidden_states"`.
+class ExtractHiddenStatesProposer(GroupProposer):
+    """Keeps hidden states, as a drafter keeps keys and values: rows at the slots of a KV cache group.
 
     Hidden states are the same on every tensor-parallel rank, so the first one keeps them and the others have neither
     buffer nor store.
@@ -33,28 +33,25 @@ class ExtractHiddenStatesProposer:
     Attributes:
         plan: what is extracted.
         store: the rows, once the KV cache is allocated; None before, and on a rank that keeps none.
-
-    Raises:
-        ValueError: at construction, for layer ids that the model doesn't have.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.plan = ExtractionPlan.of(vllm_config)
+    def __init__(self, plan: ExtractionPlan, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.plan = plan
         self.device = device
-        self.store: SupplementaryStore | None = None
+        self.store: RowStore | None = None
         self._keeps = get_tensor_model_parallel_rank() == 0
         self._checked = False
         if not self._keeps:
             return
-        row_shape = (len(self.plan.layer_ids), self.plan.hidden_size)
-        max_num_tokens = max(
+        row_shape = (len(plan.layer_ids), plan.hidden_size)
+        self._max_num_tokens = max(
             vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
         # A value that no model has in all of a row, until the first forward, which is checked, writes another.
-        self._unset = torch.finfo(self.plan.dtype).max
-        self.rows = torch.full((max_num_tokens, *row_shape), self._unset, dtype=self.plan.dtype, device=device)
-        self.layer = CacheOnlyAttention(vllm_config, LAYER_NAME, *row_shape, self.plan.dtype)
+        self._unset = torch.finfo(plan.dtype).max
+        self.rows = torch.full((self._max_num_tokens, *row_shape), self._unset, dtype=plan.dtype, device=device)
+        self.layer = CacheOnlyAttention(vllm_config, LAYER_NAME, *row_shape, plan.dtype)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Hooks the target.
@@ -66,8 +63,16 @@ class ExtractHiddenStatesProposer:
             capture_residual_stream(target_model, self.plan.layer_ids, self.plan.num_layers, self.rows)
             target_model.register_forward_hook(self._keep_rows)
 
-    def allocate(self, kv_cache_config: KVCacheConfig) -> torch.Tensor | None:
+    def allocate(
+        self,
+        kv_cache_config: KVCacheConfig,
+        block_tables: Sequence[torch.Tensor] | None = None,
+        block_sizes: Sequence[int] | None = None,
+    ) -> torch.Tensor | None:
         """Makes the store for this KV cache, in place of an earlier one, and hands it to the KV connector.
+
+        Args:
+            block_tables, block_sizes: as of `mtp.groups.bind_kv_groups`.
 
         Returns:
             the rows `[num_blocks, block_size, num_layers, hidden_size]`; None on a rank that keeps none.
@@ -77,14 +82,24 @@ class ExtractHiddenStatesProposer:
         """
         if not self._keeps:
             return None
-        rows, gid = self.layer.allocate(kv_cache_config, self.device)
-        self.store = SupplementaryStore(rows, gid, rows.shape[1], self.plan.layer_ids)
+        anchor = choose_anchor(kv_cache_config.kv_cache_groups)
+        groups = bind_kv_groups(
+            kv_cache_config,
+            {anchor: []},
+            self._max_num_tokens,
+            self.device,
+            block_tables=block_tables,
+            block_sizes=block_sizes,
+        )
+        self.bind_groups(groups)
+        rows = self.layer.allocate(groups.primary, kv_cache_config, self.device)
+        self.store = RowStore(rows, groups.primary, self.plan.layer_ids)
         if has_kv_transfer_group():
             self._bind(get_kv_transfer_group(), self.store)
         return rows
 
     @staticmethod
-    def _bind(connector: Any, store: SupplementaryStore) -> None:
+    def _bind(connector: Any, store: RowStore) -> None:
         if not hasattr(connector, "bind_store"):
             raise ValueError(
                 f"The KV connector {type(connector).__name__} doesn't take hidden states from vllm-mtp-proposers, and "
@@ -109,11 +124,3 @@ class ExtractHiddenStatesProposer:
                 "runs its layers in a way that is not known. Please report it; MTP_PROPOSERS=upstream goes back to "
                 "vLLM's own extraction."
             )
-
-    # What the host asks of every drafter.
-
-    def initialize_cudagraph_keys(self, cudagraph_mode: Any) -> None:
-        """Nothing to do: the hooks are part of the target's graphs."""
-
-    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: there is no model of its own to profile, to warm up, or to agree on with other ranks."""

@@ -12,9 +12,8 @@ METHOD = "extract_hidden_states"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def extracts(config: Any) -> bool:
-    """Whether this speculative config asks for hidden states."""
-    return config is not None and config.method == METHOD
+# vLLM's own connector of hidden states, which reads what vLLM's own proposer keeps.
+CONNECTOR_OF_THE_HOST = "ExampleHiddenStatesConnector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,17 @@ class ExtractionPlan:
     dtype: "torch.dtype"
 
     @classmethod
-    def of(cls, vllm_config: "VllmConfig") -> "ExtractionPlan":
-        """Raises `ValueError` for layer ids that the model doesn't have, or that come twice."""
+    def of(cls, vllm_config: "VllmConfig") -> "ExtractionPlan | None":
+        """What this package extracts in an engine of that configuration; None where it extracts nothing.
+
+        A configuration that names vLLM's own connector of hidden states is one that works without this package, so it
+        is left to vLLM.
+
+        Raises:
+            ValueError: layer ids that the model doesn't have, or that come twice.
+        """
+        if not asks_for_hidden_states(vllm_config.speculative_config) or is_left_to_the_host(vllm_config):
+            return None
         model_config = vllm_config.model_config
         num_layers = model_config.get_total_num_hidden_layers()
         draft = vllm_config.speculative_config.draft_model_config
@@ -62,8 +70,23 @@ def _check_layer_ids(layer_ids: Any, num_layers: int) -> tuple[int, ...]:
     return tuple(layer_ids)
 
 
+def asks_for_hidden_states(config: Any) -> bool:
+    """Whether the method of a speculative config is extraction."""
+    return config is not None and config.method == METHOD
+
+
+def is_left_to_the_host(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM's own connector of hidden states is named, by itself or among others."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return False
+    among = transfer.kv_connector_extra_config.get("connectors") or []
+    names = {transfer.kv_connector, *(connector.get("kv_connector") for connector in among)}
+    return CONNECTOR_OF_THE_HOST in names
+
+
 def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
-    """Checks a configuration that extracts, and sets its number of drafts to 0.
+    """Checks a configuration with a plan, and sets its number of drafts to 0.
 
     vLLM wants a number above 0 and then schedules that many drafts a step; there are none to verify here.
 
@@ -71,7 +94,6 @@ def check_and_draft_nothing(vllm_config: "VllmConfig") -> None:
         ValueError: it can't be served.
     """
     config = vllm_config.speculative_config
-    ExtractionPlan.of(vllm_config)
     if config.num_speculative_tokens == 0:
         return  # the engine core has a checked config go through its post-init again, in its own process
     if config.num_speculative_tokens != 1:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from mtp.store import SupplementaryStore
+from mtp.slots import slots_of
+from mtp.store import RowStore
 from proposers.hidden_states.writer import Job, Part, Region, Ring
 
 MAX_PIECE_BYTES = 64 << 20
@@ -35,14 +36,14 @@ class RowTransfer:
         ValueError: the ring can't hold two rows.
     """
 
-    def __init__(self, store: SupplementaryStore, ring: Ring) -> None:
+    def __init__(self, store: RowStore, ring: Ring) -> None:
         self._ring = ring
         self._pieces: deque[_Piece] = deque()
         self._kept_blocks = 0
         self.gathers = self.copies = 0
         self.bind(store)
 
-    def bind(self, store: SupplementaryStore) -> None:
+    def bind(self, store: RowStore) -> None:
         """Reads from this store from now on; what waits is copied out of the old one before."""
         self.finish()
         self._store = store
@@ -72,7 +73,8 @@ class RowTransfer:
         Returns:
             for each job, what says whether its rows have been, so that the blocks can be somebody else's.
         """
-        parts = [self._slots(block_ids, job.info.first_position, job.info.rows) for job, block_ids, _ in batch]
+        block_size = self._store.block_size
+        parts = [slots_of(block_ids, job.info.first_position, job.info.rows, block_size) for job, block_ids, _ in batch]
         slots = torch.from_numpy(np.concatenate(parts))
         readings = [_Reading(job, kept_blocks, job.info.rows) for job, _, kept_blocks in batch]
         spans = _Spans(readings)
@@ -123,14 +125,6 @@ class RowTransfer:
             reading.job.parts.put(Part(region, memory, arrived.wait))
             if reading.copied(last - first, arrived.query):
                 self._kept_blocks -= reading.kept_blocks
-
-    def _slots(self, block_ids: Sequence[int], first: int, rows: int) -> np.ndarray:
-        """`[rows]` int64. In NumPy, since it is done for each request, and small operations take torch longer."""
-        block_size = self._store.block_size
-        first_block, skipped = divmod(first, block_size)
-        blocks = np.array(block_ids[first_block : -(-(first + rows) // block_size)], dtype=np.int64)
-        slots = blocks[:, None] * block_size + np.arange(block_size)
-        return slots.ravel()[skipped : skipped + rows]
 
     def _copy(self, slots: torch.Tensor, memory: torch.Tensor) -> "_Arrival":
         host = memory.view(self._rows.dtype).view(len(slots), -1)

@@ -1,12 +1,11 @@
 """What ties the package to a vLLM release: the version guard and the machinery of host patches.
 
-A patch replaces one attribute of the host. All targets are checked before the first is touched: one that is missing
-or that has another signature leaves the host as it was and raises. The patches themselves stand in one ledger,
-`proposers/plugin.py`.
+A patch replaces one attribute of the host, and stands beside its reason in one of the files of this folder, by subject.
+All targets are checked before the first is touched: one that is missing or that has another signature leaves the host
+as it was and raises. `proposers/host/__init__.py` is the ledger that lists them all.
 """
 
 import functools
-import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -50,6 +49,41 @@ class Patch:
         return Version(vllm_version).base_version in self.versions
 
 
+Replace = Callable[[Any], Any]
+
+
+def patch(
+    target: str,
+    parameters: tuple[str | EllipsisType, ...],
+    *,
+    why: str,
+    upstream: str,
+    until: str,
+    versions: SpecifierSet = SUPPORTED_VLLM,
+) -> Callable[[Replace], Patch]:
+    """Makes a patch of the function below it, which takes the original attribute and returns its replacement."""
+    return lambda replace: Patch(target, parameters, replace, why, upstream, until, versions)
+
+
+def stand_in(original: type, build: Callable[..., Any | None], is_ours: Callable[[object], bool]) -> type:
+    """What takes the place of a class that the host builds, and recognises later, by its name.
+
+    Args:
+        build: from the host's arguments to ours in its place; None: the host's own.
+        is_ours: whether `isinstance` is to take an object for one of that class though it is not.
+    """
+
+    class StandIn(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            built = build(*args, **kwargs)
+            return original(*args, **kwargs) if built is None else built
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original) or is_ours(instance)
+
+    return StandIn(original.__name__, (), {})
+
+
 def check_vllm_version(version: str) -> None:
     """Raises `HostMismatchError` for a vLLM release outside `SUPPORTED_VLLM`."""
     if Version(version).base_version not in SUPPORTED_VLLM:
@@ -57,6 +91,13 @@ def check_vllm_version(version: str) -> None:
             f"vllm-mtp-proposers supports vLLM {SUPPORTED_VLLM} and found {version}. "
             "Install a supported vLLM, or set MTP_PROPOSERS=off to run this one without the plugin."
         )
+
+
+def check_patches(patches: Sequence[Patch], vllm_version: str) -> None:
+    """Raises `HostMismatchError` where a target that this release needs is missing or has other parameters."""
+    for patch in patches:
+        if patch.is_for(vllm_version) and patch.target not in _originals:
+            _resolve(patch)
 
 
 def apply_patches(patches: Sequence[Patch], vllm_version: str) -> None:
@@ -76,20 +117,6 @@ def apply_patches(patches: Sequence[Patch], vllm_version: str) -> None:
         setattr(owner, name, staticmethod(replacement) if isinstance(original, staticmethod) else replacement)
 
 
-def source_digest(*functions: Callable[..., Any]) -> str:
-    """Names the text of functions of the host which something here stands in for.
-
-    Empty where there is none to be read, or where somebody has put another function before one of them.
-    """
-    try:
-        text = "".join(inspect.getsource(function) for function in functions)
-    except (OSError, TypeError):
-        return ""
-    if any(hasattr(function, "__wrapped__") for function in functions):
-        return ""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def remove_patches() -> None:
     """Puts the host back as it was found; for tests."""
     while _originals:
@@ -103,6 +130,7 @@ def installed_patches() -> tuple[str, ...]:
     return tuple(_originals)
 
 
+# What this process's host was like, by target.
 _originals: dict[str, Any] = {}
 
 

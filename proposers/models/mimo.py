@@ -1,10 +1,10 @@
-"""Models with one MTP module, which every step runs again."""
-
-from typing import ClassVar
+"""MiMo: one module, which every step runs again."""
 
 from mtp.plan import DraftDescriptor
-from proposers.v1 import MultiGroupProposer
+from proposers.architecture import Architecture
 
-
-class MiMoProposer(MultiGroupProposer):
-    descriptor: ClassVar = DraftDescriptor("MiMoMTPModel")
+ARCHITECTURE = Architecture(
+    DraftDescriptor("MiMoMTPModel"),
+    speculator=None,
+    why_not_on_v2="of MiMo's one module it makes the same drafts there",
+)

@@ -43,7 +43,7 @@ def test_a_comparison_names_what_ran_and_finds_all_modes_equal(comparison: tuple
     assert proposers == {
         "none": None,
         "upstream": "vllm.v1.spec_decode.step3p5.Step3p5MTPProposer",
-        "ours": "proposers.models.step3p5.Step3p5Proposer",
+        "ours": "proposers.v1.MultiGroupProposer",
     }
     assert len({entry["output_sha256"] for entry in record["modes"].values()}) == 1
 
@@ -111,7 +111,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
 def test_a_cost_says_what_was_run_beside_how_long_it_took(costs: tuple[dict[str, Any], str, Path]) -> None:
     record, _, plot = costs
     assert record["schema"] == cost.SCHEMA
-    assert record["proposer"] == "proposers.models.step3p5.Step3p5Proposer"
+    assert record["proposer"] == "proposers.v1.MultiGroupProposer"
     points = {(point["kind"], point["batch"]): point for point in record["points"]}
     assert points.keys() == {("decode", 1), ("decode", 2), ("prompt", 1)}
     for point in points.values():

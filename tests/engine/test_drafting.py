@@ -10,7 +10,7 @@ from tests.support import scenarios
 from tests.support.distributions import chi_square, chi_square_bound, differ
 from tests.support.engine import ChildFailedError, Run, mtp, run
 
-OURS = "proposers.models.step3p5.Step3p5Proposer"
+OURS = "proposers.v1.MultiGroupProposer"
 
 
 def plain(scenario: Any, engine: dict[str, Any] | None = None, **arguments: Any) -> Any:
@@ -250,7 +250,7 @@ def test_one_module_is_run_again_for_every_draft_of_mimo(
 ) -> None:
     engine = {**mimo, **mtp(num_speculative_tokens), "max_num_batched_tokens": chunk}
     drafted = run(scenarios.random_prompts, engine, vocab_size=VOCAB)
-    assert drafted.value["proposer"] == "proposers.models.mimo.MiMoProposer"
+    assert drafted.value["proposer"] == "proposers.v1.MultiGroupProposer"
     assert_lossless(drafted, plain(scenarios.random_prompts, mimo, vocab_size=VOCAB))
     assert min(drafted.value["metrics"]["spec_decode_num_accepted_tokens_per_pos"]) > 0
 
@@ -259,7 +259,7 @@ def test_drafts_are_for_the_adapter_that_a_request_asks_for(mimo: dict[str, Any]
     asked = {"adapter": write_adapter(tmp_path), "vocab_size": VOCAB}
     engine = {**mimo, "enable_lora": True, "max_lora_rank": 8}
     drafted = run(scenarios.adapted, {**engine, **mtp(2)}, **asked)
-    assert drafted.value["proposer"] == "proposers.models.mimo.MiMoProposer"
+    assert drafted.value["proposer"] == "proposers.v1.MultiGroupProposer"
     assert_lossless(drafted, plain(scenarios.adapted, engine, **asked))
     base, adapted, _ = drafted.value["tokens"]
     assert base != adapted

@@ -4,6 +4,7 @@ Each check runs on both proposers: ours passes it, and vLLM's shows the fault. S
 A check that vLLM starts to pass is a sign that the fault was fixed upstream.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,8 @@ from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.plan import DraftDescriptor, DraftPlan
-from proposers.models.mimo import MiMoProposer
-from proposers.models.step3p5 import Step3p5Proposer
+from proposers.models import mimo
+from proposers.v1 import MultiGroupProposer
 from tests.support import scenarios
 from tests.support.engine import TINY, ChildFailedError, mtp, run
 from tests.support.harness import (
@@ -36,7 +37,7 @@ from tests.support.harness import (
 )
 from tests.support.passes import chain_length
 
-OURS, HOST = Step3p5Proposer, Step3p5MTPProposer
+OURS, HOST = MultiGroupProposer, Step3p5MTPProposer
 MODULES = 3
 
 
@@ -392,7 +393,7 @@ def test_a_draft_for_requests_that_nobody_named_is_refused() -> None:
 
 
 def test_a_proposer_of_one_module_runs_it_in_every_step() -> None:
-    rig = make_rig(MiMoProposer, make_config(), [sliding(32)])
+    rig = make_rig(functools.partial(MultiGroupProposer, architecture=mimo.ARCHITECTURE), make_config(), [sliding(32)])
     drafts = rig.propose(Batch(seq_lens=[33, 40], query_lens=[33, 4], rejected=[0, 2]))
     assert drafts.tolist() == [[rig.model.token(0)] * 3] * 2
     assert [len(forward.input_ids) for forward in rig.forwards] == [37, 2, 2]

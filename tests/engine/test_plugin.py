@@ -12,8 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
-from proposers.models.step3p5 import Step3p5Proposer
-from proposers.plugin import _build_speculator, register
+from proposers.host.drafting import build_speculator
+from proposers.plugin import register
+from proposers.v1 import MultiGroupProposer
 from tests.support import scenarios
 from tests.support.engine import TINY, run, run_python
 from tests.support.harness import CPU, make_config
@@ -41,7 +42,7 @@ def test_vllm_finds_the_plugin_itself_and_registering_again_changes_nothing() ->
     first, second, module = last_line(run_python(DISCOVER, MTP_PROPOSERS="on"))
     assert "vllm.v1.worker.gpu_model_runner:Step3p5MTPProposer" in first
     assert second == first
-    assert module == "proposers.plugin"
+    assert module == "proposers.host.patching"
 
 
 def test_with_the_plugin_off_vllm_is_as_it_was() -> None:
@@ -71,7 +72,8 @@ def test_the_runner_builds_our_proposer_for_a_known_architecture_and_recognises_
     config = make_config()
     assert config.speculative_config.use_step3p5_mtp()
     proposer = gpu_model_runner.Step3p5MTPProposer(config, CPU, None)
-    assert type(proposer) is Step3p5Proposer
+    assert type(proposer) is MultiGroupProposer
+    assert proposer.architecture.name == "Step3p5MTP"
     assert isinstance(proposer, gpu_model_runner.Step3p5MTPProposer)
     assert not isinstance(object(), gpu_model_runner.Step3p5MTPProposer)
 
@@ -115,7 +117,7 @@ def test_what_drafts_on_v2_leaves_the_choice_of_the_runner_to_vllm() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda config: _becomes_mimo(config), "models of one module"),
+        (lambda config: _becomes_mimo(config), "of MiMo's one module it makes the same drafts"),
         (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "no data parallelism"),
     ],
 )
@@ -161,7 +163,7 @@ def test_what_only_v2_takes_stays_there_and_is_drafted_for_by_vllm(
     assert reasons(config) == []
     assert config.use_v2_model_runner
     config._validate_v2_model_runner()
-    assert _build_speculator(lambda *args: "vLLM's own")(config, CPU, None) == "vLLM's own"
+    assert build_speculator.replace(lambda *args: "vLLM's own")(config, CPU, None) == "vLLM's own"
 
 
 def _becomes_mimo(config: VllmConfig) -> None:

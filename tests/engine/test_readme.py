@@ -46,7 +46,7 @@ def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
     with serving(tmp_path / "server.log", [*words, "--enforce-eager"], free_port()) as server:
         assert server.get("/health") == ""
     extracting = "extract_hidden_states" in command
-    line = "ExtractHiddenStatesProposer keeps" if extracting else "step3p5.Step3p5Proposer drafts"
+    line = "ExtractHiddenStatesProposer keeps" if extracting else "v1.MultiGroupProposer drafts"
     assert line in server.log.read_text()
 
 
@@ -58,7 +58,7 @@ def test_a_command_of_the_readme_succeeds(command: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     if command == "make demo":
         assert "lossless: true" in done.stdout
-        assert "proposers.models.step3p5.Step3p5Proposer" in done.stdout
+        assert "proposers.v1.MultiGroupProposer" in done.stdout
 
 
 @pytest.mark.parametrize("program", [text for language, text in BLOCKS if language == "python"])

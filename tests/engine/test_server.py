@@ -124,11 +124,8 @@ def test_the_server_drafts_with_our_proposer_streams_and_shuts_down_cleanly(
 
         # The host's front end may log that its engine has gone while both are shutting down, so the log is read before.
         log = server.log.read_text()
-        assert (
-            "proposers.models.step3p5.Step3p5Proposer drafts for Step3p5MTP on the V1 model runner, 3 tokens a step"
-            in log
-        )
-        assert "First draft by proposers.models.step3p5.Step3p5Proposer" in log
+        assert "proposers.v1.MultiGroupProposer drafts for Step3p5MTP on the V1 model runner, 3 tokens a step" in log
+        assert "First draft by proposers.v1.MultiGroupProposer" in log
         assert "Traceback" not in log
 
         processes = server.descendants()

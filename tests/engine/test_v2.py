@@ -11,26 +11,18 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from bench.reference.mimo_checkpoint import VOCAB, write_checkpoint
-from proposers.models import SPECULATORS, load_speculator
-from proposers.plugin import _why_not_on_v2
-from proposers.v2 import MultiGroupSpeculator, Step3p5Speculator
+from proposers.architecture import known_architectures, why_not_on_v2
+from proposers.v2 import MultiGroupSpeculator
 from tests.support import scenarios
 from tests.support.engine import Run, mtp, run
 from tests.support.harness import CPU, MAX_NUM_SEQS, make_config
 
 
-@pytest.mark.parametrize("architecture", SPECULATORS)
-def test_every_architecture_that_is_drafted_for_has_a_speculator(architecture: str) -> None:
-    speculator = load_speculator(architecture)
-    assert issubclass(speculator, MultiGroupSpeculator)
-    assert speculator.descriptor.architecture == architecture
-
-
 @pytest.fixture
-def speculator() -> Step3p5Speculator:
+def speculator() -> MultiGroupSpeculator:
     config = make_config()
     with set_current_vllm_config(config):
-        return Step3p5Speculator(config, CPU)
+        return MultiGroupSpeculator(config, CPU)
 
 
 def make_batch(lengths: list[int], rows: list[int], ends: list[int], has_prefill: bool) -> InputBatch:
@@ -53,7 +45,7 @@ def make_batch(lengths: list[int], rows: list[int], ends: list[int], has_prefill
     )
 
 
-def test_a_step_is_read_with_its_rejections_and_the_tokens_after_its_chunks(speculator: Step3p5Speculator) -> None:
+def test_a_step_is_read_with_its_rejections_and_the_tokens_after_its_chunks(speculator: MultiGroupSpeculator) -> None:
     batch = make_batch([4, 10], rows=[5, 2], ends=[44, 10], has_prefill=True)
     last_sampled = torch.arange(MAX_NUM_SEQS)[:, None] + 50
     follow = torch.arange(4 * MAX_NUM_SEQS).view(4, MAX_NUM_SEQS) + 100
@@ -68,13 +60,13 @@ def test_a_step_is_read_with_its_rejections_and_the_tokens_after_its_chunks(spec
     assert inputs.prompt_token_ids.tolist() == [[-1] * 3, [102, 102 + MAX_NUM_SEQS, 102 + 2 * MAX_NUM_SEQS]]
 
 
-def test_a_step_of_decodes_has_no_tokens_after_chunks(speculator: Step3p5Speculator) -> None:
+def test_a_step_of_decodes_has_no_tokens_after_chunks(speculator: MultiGroupSpeculator) -> None:
     batch = make_batch([4], rows=[5], ends=[44], has_prefill=False)
     arguments = (torch.zeros(4, 8), torch.tensor([1]), torch.tensor([3]), torch.zeros(8, 1), torch.zeros(4, 8))
     assert speculator._read_step(batch, *arguments).prompt_token_ids is None
 
 
-def test_a_row_of_the_runner_that_has_changed_hands_has_no_history(speculator: Step3p5Speculator) -> None:
+def test_a_row_of_the_runner_that_has_changed_hands_has_no_history(speculator: MultiGroupSpeculator) -> None:
     history = speculator.history
     assert history is not None
     speculator._forget_former_owners(["a", "b"], np.array([3, 1]))
@@ -85,7 +77,7 @@ def test_a_row_of_the_runner_that_has_changed_hands_has_no_history(speculator: S
     assert history.valid[[1, 3]].tolist() == [0, 2]
 
 
-def test_the_hosts_profile_sees_the_largest_pass(speculator: Step3p5Speculator) -> None:
+def test_the_hosts_profile_sees_the_largest_pass(speculator: MultiGroupSpeculator) -> None:
     seen: list[int] = []
     speculator.model = lambda **inputs: seen.append(inputs["input_ids"].shape[0])
     batch = make_batch([256], rows=[0], ends=[256], has_prefill=True)
@@ -95,7 +87,7 @@ def test_the_hosts_profile_sees_the_largest_pass(speculator: Step3p5Speculator) 
     assert seen == [256] * 3 + [256 + 2 * MAX_NUM_SEQS] * 3
 
 
-def test_passes_are_recorded_for_the_decode_steps_that_the_host_records(speculator: Step3p5Speculator) -> None:
+def test_passes_are_recorded_for_the_decode_steps_that_the_host_records(speculator: MultiGroupSpeculator) -> None:
     speculator.vllm_config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 12, 32, 64]
     assert speculator._graph_sizes() == [1, 2, 3, 8]
 
@@ -113,7 +105,7 @@ def test_what_it_can_not_do_is_left_to_the_host(change: dict[str, Any], reason: 
     for path, value in change.items():
         owner, name = path.split(".")
         setattr(getattr(config, owner), name, value)
-    found = _why_not_on_v2(config, "Step3p5MTP")
+    found = why_not_on_v2(config, known_architectures()["Step3p5MTP"])
     assert found is None if reason is None else reason in found
 
 
@@ -136,9 +128,9 @@ def on_v2(num_speculative_tokens: int, mode: str = "on", **speculative: Any) -> 
 def test_outputs_equal_no_speculation(num_speculative_tokens: int) -> None:
     done = on_v2(num_speculative_tokens)
     assert done.value["tokens"] == without()["tokens"]
-    assert done.value["proposer"] == "proposers.v2.Step3p5Speculator"
+    assert done.value["proposer"] == "proposers.v2.MultiGroupSpeculator"
     assert done.value["metrics"]["spec_decode_num_accepted_tokens"] > 0
-    line = "proposers.v2.Step3p5Speculator drafts for Step3p5MTP on the V2 model runner"
+    line = "proposers.v2.MultiGroupSpeculator drafts for Step3p5MTP on the V2 model runner"
     assert done.log.count(line) == 1
 
 
@@ -174,4 +166,4 @@ def test_models_of_one_module_are_left_to_the_host_and_a_line_says_so(tmp_path: 
     engine = {"model": write_checkpoint(tmp_path), "skip_tokenizer_init": True, **mtp(2)}
     done = run(scenarios.random_prompts, engine, v2=True, vocab_size=VOCAB)
     assert done.value["proposer"].endswith("mtp.speculator.MTPSpeculator")
-    assert "vLLM's own speculator drafts for MiMoMTPModel on the V2 model runner: models of one module" in done.log
+    assert "vLLM's own speculator drafts for MiMoMTPModel on the V2 model runner: of MiMo's one module" in done.log

@@ -8,7 +8,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from mtp.groups import DraftGroups, build_draft_groups, layers_by_module, leave_sequences_whole
+from mtp.attention import leave_sequences_whole
+from mtp.groups import KVGroups, bind_kv_groups, layers_by_module, make_attn_groups
 from mtp.slots import write_slot_mappings
 from tests.support.harness import CPU, HEAD, WINDOW, add_layer, full, kv_cache, layer_name, make_config, sliding
 
@@ -26,9 +27,10 @@ def build(
     layers: dict,
     num_modules: int | None = None,
     kernel_block_sizes: list[int] | None = None,
-) -> DraftGroups:
+) -> KVGroups:
     modules = num_modules or len(layers)
-    return build_draft_groups(config, kv_cache_config, kernel_block_sizes, layers, modules, 64, CPU)
+    attn_groups = make_attn_groups(config, kv_cache_config, kernel_block_sizes, layers, CPU)
+    return bind_kv_groups(kv_cache_config, attn_groups, 64, CPU, modules=layers_by_module(layers, modules))
 
 
 def draft_layers(config: VllmConfig, *specs: FullAttentionSpec | SlidingWindowSpec) -> dict:

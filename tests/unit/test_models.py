@@ -6,15 +6,17 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import ParallelConfig
 
-from proposers.models import (
-    PROPOSERS,
-    Mode,
+from mtp.plan import DraftDescriptor
+from proposers.architecture import (
+    Architecture,
+    architecture_of,
     draft_architecture,
-    is_known,
-    load_proposer,
+    known_architectures,
     why_left_to_the_host,
 )
+from proposers.plugin import Mode
 from proposers.v1 import MultiGroupProposer
+from proposers.v2 import MultiGroupSpeculator
 from tests.support.engine import ChildFailedError, run_python
 
 
@@ -42,11 +44,20 @@ def test_an_unknown_word_stops_the_process_that_loads_the_plugin() -> None:
         run_python("from vllm.plugins import load_general_plugins as load; load()", MTP_PROPOSERS="maybe")
 
 
-@pytest.mark.parametrize("architecture", PROPOSERS)
-def test_every_known_architecture_has_a_proposer_for_it(architecture: str) -> None:
-    proposer = load_proposer(architecture)
-    assert issubclass(proposer, MultiGroupProposer)
-    assert proposer.descriptor.architecture == architecture
+@pytest.mark.parametrize("name", known_architectures())
+def test_every_known_architecture_has_drafters_for_it_or_a_reason_why_not(name: str) -> None:
+    architecture = known_architectures()[name]
+    assert architecture.descriptor.architecture == name
+    assert issubclass(architecture.load_proposer(), MultiGroupProposer)
+    assert (architecture.speculator is None) == bool(architecture.why_not_on_v2)
+    if architecture.speculator is not None:
+        assert issubclass(architecture.load_speculator(), MultiGroupSpeculator)
+
+
+@pytest.mark.parametrize("entry", [{"speculator": None}, {"why_not_on_v2": "it is too new"}])
+def test_an_entry_without_a_speculator_has_to_say_why(entry: dict[str, str | None]) -> None:
+    with pytest.raises(ValueError, match=r"The entry of SomeMTP has speculator=.* and why_not_on_v2=.*the reason why"):
+        Architecture(DraftDescriptor("SomeMTP"), **entry)
 
 
 def config(method: str, *architectures: str) -> SimpleNamespace:
@@ -56,12 +67,12 @@ def config(method: str, *architectures: str) -> SimpleNamespace:
 
 
 def test_only_the_mtp_method_of_a_known_architecture_is_ours() -> None:
-    assert is_known(config("mtp", "Step3p5MTP"))
-    assert not is_known(config("mtp", "SomeOtherMTP"))
-    assert not is_known(config("eagle", "Step3p5MTP"))
-    assert not is_known(config("mtp"))
-    assert not is_known(SimpleNamespace(method="ngram", draft_model_config=None))
-    assert not is_known(None)
+    assert architecture_of(config("mtp", "Step3p5MTP"))
+    assert not architecture_of(config("mtp", "SomeOtherMTP"))
+    assert not architecture_of(config("eagle", "Step3p5MTP"))
+    assert not architecture_of(config("mtp"))
+    assert not architecture_of(SimpleNamespace(method="ngram", draft_model_config=None))
+    assert not architecture_of(None)
     assert draft_architecture(config("mtp", "SomeOtherMTP")) == "SomeOtherMTP"
 
 
@@ -71,14 +82,14 @@ def test_only_the_mtp_method_of_a_known_architecture_is_ours() -> None:
 def test_how_a_model_is_parallel_can_leave_it_to_the_host(size: str, what: str) -> None:
     left = config("mtp", "Step3p5MTP")
     setattr(left.target_parallel_config, size, 2)
-    assert not is_known(left)
+    assert not architecture_of(left)
     assert f"no {what} parallelism" in (why_left_to_the_host(left) or "")
     assert why_left_to_the_host(config("mtp", "Step3p5MTP")) is why_left_to_the_host(config("eagle")) is None
 
 
 def test_importing_the_plugin_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, json, proposers.plugin, proposers.models; "
+        "import sys, json, proposers.plugin, proposers.architecture, proposers.models, proposers.host; "
         "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'vllm', 'transformers'})))"
     )
     assert json.loads(run_python(code)) == []

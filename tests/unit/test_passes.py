@@ -7,7 +7,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from mtp.passes import Execution
-from proposers.models.step3p5 import Step3p5Proposer
+from proposers.v1 import MultiGroupProposer
 from tests.support.harness import Batch, RecordingModel, full, make_config, make_rig, sliding
 
 BATCH = Batch(seq_lens=[33, 40], query_lens=[33, 4])
@@ -41,7 +41,7 @@ def test_rows_that_nothing_reads_end_early_where_the_model_can(
 ) -> None:
     config = make_config(num_modules)
     config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = num_modules
-    rig = make_rig(Step3p5Proposer, config, [full(32), sliding(32), sliding(32)][:num_modules])
+    rig = make_rig(MultiGroupProposer, config, [full(32), sliding(32), sliding(32)][:num_modules])
     rig.model = rig.proposer.model = EndsEarly(rig.model.vocab_size, num_modules)
     rig.proposer.takes_wanted = takes_wanted
     monkeypatch.setattr(rig.proposer, "_plan_execution", lambda num_rows: Execution(mode, num_rows, None))

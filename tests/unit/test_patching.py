@@ -13,6 +13,7 @@ import pytest
 import vllm
 from vllm.config.speculative import SpeculativeConfig
 
+from proposers.host import LEDGER, ON, START_UP
 from proposers.host import patching as compat
 from proposers.host.patching import (
     HostMismatchError,
@@ -22,9 +23,8 @@ from proposers.host.patching import (
     installed_patches,
     remove_patches,
 )
-from proposers.plugin import DRAFTING, EXTRACTION, START_UP_FIXES, register
+from proposers.plugin import register
 
-LEDGER = START_UP_FIXES + DRAFTING + EXTRACTION
 # What the installed release needs. The rest is there for another one, on which these tests run as well.
 NEEDED = [entry for entry in LEDGER if entry.is_for(vllm.__version__)]
 HOST = "host_of_compat_tests"
@@ -189,7 +189,7 @@ def test_no_target_is_patched_twice() -> None:
 
 
 @pytest.mark.usefixtures("unpatched")
-@pytest.mark.parametrize(("mode", "ledger"), [("on", LEDGER), ("upstream", START_UP_FIXES), ("off", ())])
+@pytest.mark.parametrize(("mode", "ledger"), [("on", START_UP + ON), ("upstream", START_UP), ("off", ())])
 def test_every_mode_installs_its_part_of_the_ledger(
     mode: str, ledger: tuple[Patch, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

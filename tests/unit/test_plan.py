@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtp.plan import DraftDescriptor, DraftPlan
-from proposers.models.mimo import MiMoProposer
-from proposers.models.step3p5 import Step3p5Proposer
+from proposers.models import mimo, step3p5
 
 CHAINED = DraftDescriptor("Chained", modules_key="num_modules", own_heads=True)
 SINGLE = DraftDescriptor("Single")
@@ -55,5 +54,5 @@ def test_the_longest_draft_that_leaves_room_for_a_prompt_is_taken() -> None:
 
 def test_descriptors_say_whose_heads_a_model_uses() -> None:
     # Step-3.5 carries a head in every module, MiMo shares the target's: mixing them up ruins every draft.
-    assert Step3p5Proposer.descriptor.own_heads
-    assert not MiMoProposer.descriptor.own_heads
+    assert step3p5.ARCHITECTURE.descriptor.own_heads
+    assert not mimo.ARCHITECTURE.descriptor.own_heads

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mtp.store import SupplementaryStore
+from mtp.groups import KVGroup
+from mtp.store import RowStore
 from proposers.hidden_states import Record, RecordDataset, RecordInfo, load
 from proposers.hidden_states.request import RecordRequest, Settings, checked_name, generated_name
 from proposers.hidden_states.storage import Storage
@@ -35,17 +36,17 @@ def info(rows: int, dtype: str = "float32", first: int = 0, request_id: str = "r
     return RecordInfo(LAYERS, 4, dtype, "some/model", rows, first, 5, "stop", request_id)
 
 
-def store(num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> SupplementaryStore:
+def store(num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> RowStore:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(num_blocks, block_size, len(LAYERS), HIDDEN, generator=generator).to(dtype)
-    return SupplementaryStore(rows, 0, block_size, LAYERS)
+    return RowStore(rows, KVGroup(0, block_size, torch.empty(0, dtype=torch.int64)), LAYERS)
 
 
 def job(name: str, rows: int, dtype: str = "float32", first: int = 0, replace: bool = True) -> Job:
     return Job(name, replace, info(rows, dtype, first, name), list(range(rows)), (len(LAYERS), HIDDEN))
 
 
-def filled(source: SupplementaryStore, *jobs: Job) -> None:
+def filled(source: RowStore, *jobs: Job) -> None:
     """Hands all rows of the jobs on, from the store's first blocks."""
     needed = sum(j.row_bytes for j in jobs)
     transfer = RowTransfer(source, Ring(4 * needed, pinned=False))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
-from mtp.groups import DraftGroup
+from mtp.groups import KVGroup
 from mtp.slots import write_slot_mappings
 
 POISON = -12345
@@ -16,7 +16,7 @@ POISON = -12345
 
 @dataclass
 class Case:
-    groups: list[DraftGroup]
+    groups: list[KVGroup]
     num_reqs: int
     req_indices: list[int]
     positions: list[int]
@@ -24,7 +24,7 @@ class Case:
     num_padded_tokens: int
 
 
-def expected_slots(group: DraftGroup, case: Case) -> list[int]:
+def expected_slots(group: KVGroup, case: Case) -> list[int]:
     """The rule itself, one row at a time, in Python's unbounded integers."""
     slots = []
     for request, position in zip(case.req_indices, case.positions, strict=True):
@@ -37,7 +37,7 @@ def expected_slots(group: DraftGroup, case: Case) -> list[int]:
 
 
 @st.composite
-def groups_of(draw: st.DrawFn, num_reqs: int, buffer_size: int) -> DraftGroup:
+def groups_of(draw: st.DrawFn, num_reqs: int, buffer_size: int) -> KVGroup:
     block_size = draw(st.one_of(st.sampled_from([1, 2, 16, 32, 128, 1024]), st.integers(1, 200)))
     width = draw(st.integers(1, 12))
     spare_rows, gap = draw(st.integers(0, 3)), draw(st.integers(1, 3))
@@ -48,7 +48,7 @@ def groups_of(draw: st.DrawFn, num_reqs: int, buffer_size: int) -> DraftGroup:
     backing = torch.full((num_reqs + spare_rows, width * gap), POISON, dtype=torch.int32)
     table = backing[:, ::gap][:, :width]
     table[:num_reqs] = torch.tensor(rows, dtype=torch.int32)
-    return DraftGroup(0, block_size, torch.full((buffer_size,), POISON), block_table=table)
+    return KVGroup(0, block_size, torch.full((buffer_size,), POISON), block_table=table)
 
 
 @st.composite
@@ -88,20 +88,20 @@ def test_slots_of_all_groups_equal_a_scalar_loop(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_slot_past_32_bits_is_not_cut_off(dtype: torch.dtype) -> None:
     table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
-    group = DraftGroup(0, 1024, torch.full((1,), POISON), block_table=table)
+    group = KVGroup(0, 1024, torch.full((1,), POISON), block_table=table)
     write_slot_mappings([group], 1, torch.tensor([0], dtype=dtype), torch.tensor([1023], dtype=dtype), 4096, 1)
     assert group.slot_mapping.tolist() == [(2**31 - 1) * 1024 + 1023]
 
 
 def test_position_33_lies_in_the_second_block_of_32_and_the_third_of_16() -> None:
     table = torch.tensor([[3, 21, 5]], dtype=torch.int32)
-    groups = [DraftGroup(gid, size, torch.full((1,), POISON), block_table=table) for gid, size in enumerate((16, 32))]
+    groups = [KVGroup(gid, size, torch.full((1,), POISON), block_table=table) for gid, size in enumerate((16, 32))]
     write_slot_mappings(groups, 1, torch.tensor([0]), torch.tensor([33]), 64, 1)
     assert [group.slot_mapping.tolist() for group in groups] == [[81], [673]]
 
 
 @pytest.mark.parametrize("table", [None, torch.zeros(1, 4, dtype=torch.int32)], ids=["none", "too few rows"])
 def test_a_table_of_too_few_requests_is_refused(table: torch.Tensor | None) -> None:
-    group = DraftGroup(5, 16, torch.zeros(4, dtype=torch.int64), block_table=table)
+    group = KVGroup(5, 16, torch.zeros(4, dtype=torch.int64), block_table=table)
     with pytest.raises(RuntimeError, match=r"KV cache group 5 has .*set_per_group_attn_metadata must be called"):
         write_slot_mappings([group], 2, torch.tensor([0, 1]), torch.tensor([1, 2]), 64, 2)

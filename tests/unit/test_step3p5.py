@@ -17,9 +17,11 @@ from vllm.model_executor.models.step3p5_mtp import (
     Step3p5MTP,
 )
 
+from mtp.fusion.blocks import add_mlp, project
 from mtp.fusion.gemms import store_side_by_side
-from proposers.models import step3p5
-from proposers.models.step3p5 import fuse_modules
+from mtp.fusion.guard import KnownForwards
+from proposers.models import step3p5_modules
+from proposers.models.step3p5_modules import fuse_modules
 from tests.support.layers import bare, product
 
 
@@ -74,7 +76,8 @@ def with_another_mlp(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another_release(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step3p5, "forwards_of_the_host", lambda: "another")
+    another = KnownForwards(step3p5_modules.KNOWN_FORWARDS.modules, "another")
+    monkeypatch.setattr(step3p5_modules, "KNOWN_FORWARDS", another)
 
 
 def wrapped_by_somebody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,15 +126,12 @@ def test_queries_keys_values_and_gates_are_the_same_by_one_product(
     monkeypatch.setattr("mtp.fusion.gemms.has_kernels", lambda x: True)
     torch.manual_seed(0)
     qkv_proj = product(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN)
-    gates = {"g_proj": product(ColumnParallelLinear, HEADS, HIDDEN)} if with_gates else {}
-    attention: Any = bare(Step3p5Attention, qkv_proj=qkv_proj, **gates)
-    attention.use_head_wise_attn_gate = with_gates
-    attention.num_heads, attention.q_size, attention.kv_size = HEADS, HEADS * HEAD_DIM, 2 * HEAD_DIM
-    x = torch.randn(5, HIDDEN)
-    apart = step3p5._project(attention, x)
+    g_proj = product(ColumnParallelLinear, HEADS, HIDDEN) if with_gates else None
+    x, sizes = torch.randn(5, HIDDEN), [HEADS * HEAD_DIM, 2 * HEAD_DIM, 2 * HEAD_DIM]
+    apart = project(qkv_proj, g_proj, x, sizes)
     if with_gates:
-        assert store_side_by_side(qkv_proj, attention.g_proj)
-    for ours, wanted in zip(step3p5._project(attention, x), apart, strict=True):
+        assert store_side_by_side(qkv_proj, g_proj)
+    for ours, wanted in zip(project(qkv_proj, g_proj, x, sizes), apart, strict=True):
         assert (ours is None) == (wanted is None)
         if wanted is not None:
             torch.testing.assert_close(ours, wanted)
@@ -172,5 +172,5 @@ def test_an_mlp_is_added_to_the_residual_stream(made: Callable[[Any], None], mon
     expected = mlp(x) + residual
     asked = []
     mlp.down_proj.register_forward_hook(lambda *_: asked.append(1))
-    torch.testing.assert_close(step3p5._add_mlp(mlp, x, residual.clone()), expected)
+    torch.testing.assert_close(add_mlp(mlp, x, residual.clone()), expected)
     assert bool(asked) == (made is not alone)

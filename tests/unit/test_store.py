@@ -5,7 +5,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from mtp.store import CacheOnlyAttention, anchor_group
+from mtp.groups import bind_kv_groups, choose_anchor
+from mtp.store import CacheOnlyAttention
 from proposers.hidden_states.plan import ExtractionPlan
 from proposers.plugin import register
 from tests.support import layouts
@@ -49,7 +50,7 @@ def test_as_many_requests_fit_as_with_a_group_of_its_own_and_more_where_caches_a
 
 def bytes_of(layout: KVCacheConfig, row_bytes: int) -> int:
     """What a worker allocates: the pool of the cache, and a row for every slot of the anchor."""
-    block_size = layout.kv_cache_groups[anchor_group(layout)].kv_cache_spec.block_size
+    block_size = layout.kv_cache_groups[choose_anchor(layout.kv_cache_groups)].kv_cache_spec.block_size
     return layout.kv_cache_tensors[0].size + layout.num_blocks * block_size * row_bytes
 
 
@@ -106,15 +107,15 @@ def grouped(*specs: KVCacheSpec) -> KVCacheConfig:
 )
 def test_the_anchor_is_a_group_that_keeps_every_token(specs: list[KVCacheSpec], anchor: int) -> None:
     config = grouped(*specs)
-    assert anchor_group(config) == anchor
-    assert anchor_group(generate_scheduler_kv_cache_config([config])) == anchor
+    assert choose_anchor(config.kv_cache_groups) == anchor
+    assert choose_anchor(generate_scheduler_kv_cache_config([config]).kv_cache_groups) == anchor
 
 
 @pytest.mark.parametrize("specs", [[sliding(8, 64), GDN], []], ids=["sliding and recurrent", "no cache"])
 def test_without_a_full_attention_group_the_error_names_the_groups(specs: list[KVCacheSpec]) -> None:
     message = "group 0: SlidingWindowSpec of layers.0.attn; group 1: MambaSpec of layers.1.attn"
     with pytest.raises(ValueError, match=message if specs else "there are no KV cache groups"):
-        anchor_group(grouped(*specs))
+        choose_anchor(grouped(*specs).kv_cache_groups)
 
 
 def test_a_model_without_a_full_attention_group_is_refused_before_anything_is_allocated() -> None:
@@ -126,20 +127,28 @@ def test_a_model_without_a_full_attention_group_is_refused_before_anything_is_al
 # The layer.
 
 
+def allocate(layer: CacheOnlyAttention, config: KVCacheConfig) -> torch.Tensor:
+    """As the extractor does it."""
+    anchor, device = choose_anchor(config.kv_cache_groups), torch.device("cpu")
+    groups = bind_kv_groups(config, {anchor: []}, 16, device)
+    return layer.allocate(groups.primary, config, device)
+
+
 def test_the_layer_is_in_no_group_and_its_rows_are_the_anchors_slots() -> None:
     config = config_of(DENSE)
     layer = CacheOnlyAttention(config, "rows", 3, 8, torch.float32)
     assert config.compilation_config.static_forward_context["rows"] is layer
     assert layer.get_kv_cache_spec(config) is None
-    rows, gid = layer.allocate(grouped(sliding(8, 64), full(8)), torch.device("cpu"))
-    assert gid == 1
+    rows = allocate(layer, grouped(sliding(8, 64), full(8)))
+    assert layer.anchor is not None
+    assert layer.anchor.kv_cache_group_id == 1
     assert rows.shape == (7, 16, 3, 8)
     assert layer.kv_cache is rows
 
 
 def test_rows_go_to_their_slots_and_padding_to_the_null_block() -> None:
     layer = CacheOnlyAttention(config_of(DENSE), "rows", 2, 4, torch.float32)
-    cache, _ = layer.allocate(grouped(full(8)), torch.device("cpu"))
+    cache = allocate(layer, grouped(full(8)))
     cache.fill_(-1)
     rows = torch.arange(5 * 8, dtype=torch.float32).view(5, 2, 4)
     layer.impl.do_kv_cache_update(layer, rows, cache, torch.tensor([33, 16, 111, -1, -1]))

@@ -1,0 +1,43 @@
+"""What is particular to attention backends: which can be captured, and how FlashAttention 3 splits sequences."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from mtp.groups import KVGroups
+
+# Backends whose metadata is made by device operations alone; others plan on the host for each batch.
+CAPTURABLE_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
+
+# Measured on an H200: with a window of 512 a launch is 3 to 6 us shorter with whole sequences from 8 requests of 8 KV
+# heads on, and up to 4 longer with one request. Without a window the longest sequence may be of any length.
+WHOLE_WINDOW = 512
+WHOLE_TILES = 64
+
+
+def can_be_captured(groups: KVGroups) -> bool:
+    """Whether every backend of the groups makes its metadata by device operations alone, as a captured pass must."""
+    backends = {attn.backend.get_name() for group in groups.all for attn in group.attn_groups}
+    return backends <= CAPTURABLE_BACKENDS
+
+
+def leave_sequences_whole(metadata: Any, windows: Iterable[int | None], spec: KVCacheSpec, num_reqs: int) -> None:
+    """Has FlashAttention 3 not split sequences where a batch fills the device anyway and no sequence is long.
+
+    Where there are CUDA graphs the host lets it split each sequence into up to 32 parts, which a second launch then
+    adds up.
+
+    Args:
+        metadata: of a backend, for these layers alone; that of others than FlashAttention has no such choice.
+        windows: of the layers; None: none.
+    """
+    has_short_windows = all(window is not None and window <= WHOLE_WINDOW for window in windows)
+    tiles = num_reqs * getattr(spec, "num_kv_heads", 0)
+    if has_short_windows and tiles >= WHOLE_TILES and _may_split(metadata):
+        metadata.max_num_splits = 1
+
+
+def _may_split(metadata: Any) -> bool:
+    # A plan made ahead counts on the splits; 0 leaves the choice to the kernel.
+    return getattr(metadata, "max_num_splits", 0) > 1 and metadata.scheduler_metadata is None

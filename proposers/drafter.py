@@ -1,0 +1,45 @@
+"""What the adapters of both model runners have in common: an architecture's entry in use."""
+
+import torch
+from vllm.config import VllmConfig
+
+from mtp.fusion.layers import fuse_layers
+from mtp.passes import DraftPasses
+from proposers.architecture import Architecture, architecture_of
+
+
+class ArchitecturePasses(DraftPasses):
+    """Drafting passes of one architecture.
+
+    Attributes:
+        architecture: its entry.
+    """
+
+    architecture: Architecture
+
+    def init_architecture(self, architecture: Architecture | None, vllm_config: VllmConfig, max_num_reqs: int) -> None:
+        """To be called by the adapter's constructor, after that of the runner's base class.
+
+        Args:
+            architecture: None: the one that the configuration names.
+
+        Raises:
+            ValueError: it is not known, or the model can't make the number of drafts asked for.
+        """
+        found = architecture or architecture_of(vllm_config.speculative_config)
+        if found is None:
+            raise ValueError(
+                "The configuration names no draft architecture that this package drafts for "
+                "(proposers.architecture.why_left_to_the_host says why): register its entry first."
+            )
+        self.architecture = found
+        self.init_passes(found.descriptor, vllm_config, max_num_reqs)
+
+    def prepare_model(self) -> None:
+        """To be called once the draft model is loaded: has it run in fewer launches where that is known how."""
+        fuse_layers(self.model, self.vllm_config)
+        if self.architecture.fuse is not None:
+            self.takes_wanted = self.architecture.fuse(self.model)
+
+    def top_tokens(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
+        return self.architecture.top_tokens(self.model, hidden, module)
