@@ -1,22 +1,20 @@
 """What it costs to extract hidden states, and whether every row is right, beside vLLM's extraction and none."""
 
 import argparse
-import importlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.compare import parse_modes, table
+from bench.arguments import add_engine_argument, add_json_argument, add_prompt_arguments, parse_modes
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
-from bench.reference.acceptance import ROOT
 from bench.spread import quartiles, show_quartiles
-from bench.workers.compare import random_prompts
+from bench.tables import aligned
+from bench.workers.engine import random_prompts
 from bench.workers.extract import MODES, is_ours
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
@@ -32,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", required=True, help="layer ids, separated by commas; N is the last layer's output")
     parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts per run, from the held-out files")
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=96)
+    add_prompt_arguments(parser)
     parser.add_argument("--runs", type=int, default=3, help="repetitions in each process")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of each mode, by turns")
     parser.add_argument(
@@ -46,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="and random prompts: the folder needs a config.json alone, and of records only the token ids are checked",
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
+    add_engine_argument(parser)
     parser.add_argument("--storage", type=Path, help="where to write; a temporary folder if not given")
-    parser.add_argument("--json", type=Path, help="file for the result")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -184,9 +180,10 @@ def load_any(path: str, load: Callable[[str], Any]) -> tuple[Any, list[int]]:
 @cache
 def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
     """Token ids to `[T, N + 1, H]` in float32, computed without the engine; equal sequences once."""
-    sys.path.insert(0, str(ROOT))  # the reference lives with the tests, which are not installed
-    dense = importlib.import_module("tests.support.extraction").dense(model)
-    return cache(lambda tokens: dense(list(tokens)))
+    from bench.reference.residual import residual_stream_of
+
+    residual_stream = residual_stream_of(model)
+    return cache(lambda tokens: residual_stream(list(tokens)))
 
 
 def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -228,4 +225,4 @@ def format_table(result: dict[str, Any]) -> str:
     for key in ("overhead_prefill", "overhead_decode", *COUNTS):
         rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
     failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]
-    return "\n".join([table(rows), *failed])
+    return "\n".join([aligned(rows), *failed])

@@ -64,3 +64,9 @@ def choose_runner(name: str) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(name == "v2"))
     if name == "v2" and not torch.cuda.is_available():
         interpret_triton()
+
+
+def choose_runner_from_environment() -> None:
+    """In a child process: what `choose_runner` of its parent put into the environment holds here too."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        choose_runner("v2")

@@ -6,6 +6,7 @@ it isn't wait to be told, and compute nothing.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,26 @@ from typing import Any
 
 PROGRESS = "@progress "
 WAITS = "@waits"
+
+# For engines of models so small that they gain nothing from threads: one thread that no core is reserved for. Two
+# OpenMP threads that wait for each other on a busy machine are many times slower.
+SMALL_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """The environment of a child process whose engine runs a small model inside it.
+
+    Like every child of the benchmarks, it finds this package where its parent does: it has the parent's working
+    directory and `PYTHONPATH`.
+    """
+    return {**os.environ, **SMALL_ENGINE, **variables}
 
 
 # What a worker says.

@@ -2,7 +2,7 @@
 
 The naive loop is what Step3p5MTPProposer's document describes, with the fault of one block size for all groups left
 out: all compute the same slots, which the assertions check. On CUDA a figure is that of `CALLS` calls, waited for once:
-issued one by one, and as a CUDA graph, which is how a recorded pass runs them.
+issued one by one, and captured in one CUDA graph, which is how decode passes run them.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def repeated(call: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def recorded(call: Callable[[], None]) -> Callable[[], None]:
+def captured(call: Callable[[], None]) -> Callable[[], None]:
     call()  # kernels are compiled, and the table of pointers made, outside of the graph
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -65,7 +65,7 @@ def recorded(call: Callable[[], None]) -> Callable[[], None]:
 @pytest.mark.parametrize("batch", [1, 4, 16, 64, 256])
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("variant", ["at once", "by group"] if CUDA else ["at once", "by group", "naive"])
-@pytest.mark.parametrize("how", [repeated, recorded] if CUDA else [repeated])
+@pytest.mark.parametrize("how", [repeated, captured] if CUDA else [repeated])
 def test_slot_mappings(benchmark, how, variant: str, num_groups: int, batch: int) -> None:
     torch.manual_seed(0)
     groups = make_groups(num_groups, batch)

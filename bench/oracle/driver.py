@@ -16,7 +16,7 @@ import torch
 
 from bench.oracle.ranks import add_ranks, run_on_ranks
 from bench.oracle.replayed import replaying
-from bench.oracle.report import Record
+from bench.oracle.report import Report
 from bench.oracle.runners import view_of
 from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
 from bench.oracle.variants import checkpoint, dense_model, drafter_of
@@ -37,7 +37,7 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else float32 products have the precision of TF32
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else GEMMs of float32 have the precision of TF32
         # So small a model gains nothing from more threads, and loses much where something else is running.
         torch.set_num_threads(1)
         from vllm import LLM
@@ -134,7 +134,7 @@ class ScheduleRun:
         self._abort(list(self.active))
         self._drain()
         self.engine.llm.reset_prefix_cache()
-        self.watcher.record.schedules += 1
+        self.watcher.report.schedules += 1
 
     def _join(self, plan: RequestPlan, step: int) -> None:
         from vllm import SamplingParams
@@ -154,7 +154,7 @@ class ScheduleRun:
         self.active[request_id] = Request(plan, step)
         if plan.diverging:
             self.watcher.diverging.add(request_id)
-        events = self.watcher.record.events
+        events = self.watcher.report.events
         events.joins += 1
         events.short_prompts += len(plan.prompt) <= 4
 
@@ -163,13 +163,13 @@ class ScheduleRun:
             self.engine.engine.abort_request(request_ids, internal=True)
         for request_id in request_ids:
             del self.active[request_id]
-        self.watcher.record.events.aborts += len(request_ids)
+        self.watcher.report.events.aborts += len(request_ids)
 
     def _step(self) -> None:
         if not self.engine.engine.has_unfinished_requests():
             return
         finished = [output for output in self.engine.engine.step() if output.finished]
-        self.watcher.record.steps += 1
+        self.watcher.report.steps += 1
         for output in finished:
             self._leave(output)
 
@@ -182,7 +182,7 @@ class ScheduleRun:
         if followed is not None:
             seen = followed.tokens[: len(tokens)]
             assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
-        events = self.watcher.record.events
+        events = self.watcher.report.events
         events.leaves += 1
         events.stops += output.outputs[0].finish_reason == "stop"
         events.at_max_model_len += len(tokens) >= self.setup.max_model_len
@@ -230,39 +230,39 @@ def run_schedules(
     graphs: bool = False,
     dtype: str = "float32",
     progress: bool = False,
-) -> Record:
+) -> Report:
     """Runs `count` random schedules and returns what was found.
 
     Args:
         modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
         continuation: see `Watcher`.
         dtype: of the engines; the reference is always float32 (`TOLERANCES`).
-        graphs: the engines record their steps and passes of decode batches, on CUDA.
+        graphs: the engines capture their decode steps and draft passes as CUDA graphs.
         plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
     """
     texts, stops = read_texts(model)
-    record = Record(dtype=dtype)
+    report = Report(dtype=dtype)
     for setup, number in draw_setups(random.Random(seed), count, setups):
         if setup.ranks > 1 and "RANK" not in os.environ:
             add_ranks(
-                record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)]
+                report, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)]
             )
             if progress:
-                _report(setup, number, number, record)
+                _show_progress(setup, number, number, report)
             continue
         with ExitStack() as stack:
             folder = stack.enter_context(checkpoint(model, setup))
             stack.enter_context(drafter_of(setup))
             engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, dtype)))
             dense = dense_model(folder, setup)
-            stack.enter_context(_counting_grammar_cuts(engine, record))
+            stack.enter_context(_counting_grammar_cuts(engine, report))
             stack.enter_context(plant(engine) if plant is not None else nullcontext())
             if setup.replayed:
-                stack.enter_context(replaying(engine.drafter, setup.graph_sizes, record.events))
+                stack.enter_context(replaying(engine.drafter, setup.graph_sizes, report.events))
             watcher = Watcher(
                 engine.runner,
                 dense,
-                record,
+                report,
                 min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
                 random.Random(seed),
                 continuation,
@@ -273,12 +273,12 @@ def run_schedules(
                 plan = plan_schedule(rng, setup, texts, stops)
                 ScheduleRun(engine, setup, watcher, f"{setup.name} #{index}", rng.getrandbits(32), *plan).run()
                 if progress:
-                    _report(setup, index + 1, number, record)
-    return record
+                    _show_progress(setup, index + 1, number, report)
+    return report
 
 
 @contextmanager
-def _counting_grammar_cuts(engine: Engine, record: Record) -> Iterator[None]:
+def _counting_grammar_cuts(engine: Engine, report: Report) -> Iterator[None]:
     manager = engine.core.structured_output_manager
     # As in engines with a scheduler per rank: a grammar is there when its request comes, and not some steps later.
     manager._use_async_grammar_compilation = False
@@ -286,17 +286,17 @@ def _counting_grammar_cuts(engine: Engine, record: Record) -> Iterator[None]:
 
     def counting_validate_tokens(request: Any, drafts: list[int]) -> list[int]:
         kept: list[int] = validate_tokens(request, drafts)
-        record.events.grammar_cuts += len(kept) < len(drafts)
+        report.events.grammar_cuts += len(kept) < len(drafts)
         return kept
 
     with mock.patch.object(manager, "validate_tokens", counting_validate_tokens):
         yield
 
 
-def _report(setup: Setup, done: int, number: int, record: Record) -> None:
+def _show_progress(setup: Setup, done: int, number: int, report: Report) -> None:
     print(
-        f"{setup.name} {done}/{number}: {record.schedules} schedules, {record.steps} steps, "
-        f"rows {record.rows_checked} ({record.rows_mismatched} wrong), "
-        f"drafts {record.drafts_checked} ({record.drafts_mismatched} wrong)",
+        f"{setup.name} {done}/{number}: {report.schedules} schedules, {report.steps} steps, "
+        f"rows {report.rows_checked} ({report.rows_mismatched} wrong), "
+        f"drafts {report.drafts_checked} ({report.drafts_mismatched} wrong)",
         file=sys.stderr,
     )

@@ -12,7 +12,7 @@ import torch
 
 
 class Stand:
-    """Stands for a recorded graph."""
+    """Stands for a captured graph."""
 
     def __init__(self, graphs: Any, size: int) -> None:
         self.graphs, self.size = graphs, size

@@ -1,4 +1,4 @@
-"""What a run of the oracle found, as a record that programs read."""
+"""What a run of the oracle found, in a form that programs read."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -40,7 +40,7 @@ class Events:
 
 
 @dataclass
-class Record:
+class Report:
     """Counts of one run.
 
     Attributes:
@@ -111,7 +111,7 @@ class Record:
             self._described = True
 
     def add(self, other: dict[str, Any], words: str = "") -> None:
-        """Adds another record, as `to_json` gives it; its mismatches begin with `words`."""
+        """Adds another report, as `to_json` gives it; its mismatches begin with `words`."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + other[name])
         for name in ("max_abs_error", "max_target_error"):
@@ -137,4 +137,4 @@ class Record:
         return plain
 
 
-COUNTS = tuple(item.name for item in fields(Record) if item.type is int)
+COUNTS = tuple(item.name for item in fields(Report) if item.type is int)

@@ -53,11 +53,11 @@ class Setup:
     weight: int = 2
 
     def engine_arguments(self, graphs: bool = False, dtype: str = "float32") -> dict[str, Any]:
-        """For `vllm.LLM`; `graphs` lets it record decode steps of every number of requests but some."""
+        """For `vllm.LLM`; with `graphs` it captures decode steps, of `graph_sizes` requests, as CUDA graphs."""
         speculative = {"method": "mtp", "num_speculative_tokens": self.k, **self.speculative}
         if self.k_by_batch is not None:
             speculative["num_speculative_tokens_per_batch_size"] = list(self.k_by_batch)
-        recorded = {
+        captured = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [size * (self.k + 1) for size in self.graph_sizes],
@@ -65,7 +65,7 @@ class Setup:
         return {
             "dtype": dtype,
             "enforce_eager": not graphs,
-            **({"compilation_config": recorded} if graphs else {}),
+            **({"compilation_config": captured} if graphs else {}),
             "block_size": BLOCK_SIZE,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -131,6 +131,15 @@ SETUPS = (
         speculative={"use_local_argmax_reduction": True},
     ),
 )
+
+
+def setup_called(name: str) -> Setup:
+    """Raises `ValueError` for a name that none of `SETUPS` has."""
+    for setup in SETUPS:
+        if setup.name == name:
+            return setup
+    raise ValueError(f"There is no engine called {name!r}: choose from {', '.join(repr(x.name) for x in SETUPS)}.")
+
 
 # Of the text that the tiny model writes, lower case goes on for a few tokens before anything else comes.
 GRAMMARS = (

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def reference_acceptance(model: Path, streams: Sequence[tuple[list[int], list[int]]], k: int) -> dict[str, Any]:
     """Drafts for every stream as an engine with exact draft rows would, k tokens a pass.

@@ -11,7 +11,7 @@ import pytest
 from bench import cost
 from bench.compare import SCHEMA
 from bench.corpus import is_held_out, read_sources
-from tests.support.engine import TINY, run_command
+from tests.support.children import TINY, run_command
 
 SMALL = ["--prompts", "4", "--prompt-tokens", "48", "--output-tokens", "40", "--runs", "2", "--batch", "1,2"]
 EAGER = ["--engine", '{"enforce_eager": true}']

@@ -7,8 +7,10 @@ import pytest
 
 from bench.reference.mimo_checkpoint import VOCAB, write_adapter, write_checkpoint
 from tests.support import scenarios
+from tests.support.children import ChildFailedError
 from tests.support.distributions import chi_square, chi_square_bound, differ
-from tests.support.engine import ChildFailedError, Run, mtp, run
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import Run, run
 
 OURS = "proposers.models.step3p5.Step3p5Proposer"
 

@@ -20,8 +20,11 @@ from mtp.plan import DraftDescriptor, DraftPlan
 from proposers.models.mimo import MiMoProposer
 from proposers.models.step3p5 import Step3p5Proposer
 from tests.support import scenarios
-from tests.support.engine import TINY, ChildFailedError, mtp, run
-from tests.support.harness import (
+from tests.support.children import TINY, ChildFailedError
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import run
+from tests.support.observed_pass import chain_length
+from tests.support.rig import (
     CPU,
     MAX_NUM_SEQS,
     Batch,
@@ -34,7 +37,6 @@ from tests.support.harness import (
     make_rig,
     sliding,
 )
-from tests.support.passes import chain_length
 
 OURS, HOST = Step3p5Proposer, Step3p5MTPProposer
 MODULES = 3
@@ -84,8 +86,8 @@ def test_slots_in_an_engine_whose_groups_have_different_block_sizes(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = {**mtp(3), "model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
     arguments = {"count": 4, "length": 100, "max_tokens": 30}
-    ours = run(scenarios.recorded, engine, **arguments).value
-    host = run(scenarios.recorded, engine, mode="upstream", **arguments).value
+    ours = run(scenarios.observed, engine, **arguments).value
+    host = run(scenarios.observed, engine, mode="upstream", **arguments).value
     assert len(set(ours["block sizes"])) > 1
     assert ours["wrong slots"] == []
     assert host["wrong slots"] != []
@@ -139,7 +141,7 @@ def test_fewer_drafts_than_configured_are_as_many_columns(wanted: int) -> None:
 
 @pytest.mark.parametrize("speculative", [{}, {"use_local_argmax_reduction": True}], ids=["logits", "local argmax"])
 def test_every_draft_is_the_greedy_token_of_its_own_modules_head(speculative: dict[str, Any]) -> None:
-    value = run(scenarios.recorded, mtp(3, **speculative), count=4, length=200, max_tokens=30).value
+    value = run(scenarios.observed, mtp(3, **speculative), count=4, length=200, max_tokens=30).value
     heads = value["heads"]
     assert heads["drafts"] > 0
     assert heads["own head"] == heads["drafts"]
@@ -150,13 +152,13 @@ def test_every_draft_is_the_greedy_token_of_its_own_modules_head(speculative: di
 def test_local_argmax_fails_in_vllms_own_proposer() -> None:
     engine = mtp(3, use_local_argmax_reduction=True)
     with pytest.raises(ChildFailedError, match="no attribute 'get_top_tokens'"):
-        run(scenarios.recorded, engine, mode="upstream", count=4, length=200, max_tokens=30)
+        run(scenarios.observed, engine, mode="upstream", count=4, length=200, max_tokens=30)
 
 
 # Fault 6: what the ranks of an expert-parallel or data-parallel group wait for.
 
 
-class RecordingEplb:
+class EplbSpy:
     """The one call that a proposer owes to vLLM's expert load balancer."""
 
     def __init__(self, rig: Rig) -> None:
@@ -171,7 +173,7 @@ def test_the_load_balancer_is_prepared_before_every_forward() -> None:
     def check(proposer: type) -> None:
         config = make_config()
         rig = make_rig(proposer, config, [full(32), sliding(32), sliding(32)])
-        eplb = RecordingEplb(rig)
+        eplb = EplbSpy(rig)
         rig.proposer.set_eplb_state(eplb)
         rig.propose(Batch(seq_lens=[33, 40], query_lens=[33, 4]))
         draft = config.speculative_config.draft_model_config
@@ -238,8 +240,8 @@ def test_a_lone_rank_runs_no_forward_more_than_it_needs(wanted: int) -> None:
 
 def test_slots_of_gathered_rows_are_their_own() -> None:
     engine, arguments = mtp(3, disable_padded_drafter_batch=True), {"count": 4, "length": 200, "max_tokens": 30}
-    ours = run(scenarios.recorded, engine, **arguments).value
-    host = run(scenarios.recorded, engine, mode="upstream", **arguments).value
+    ours = run(scenarios.observed, engine, **arguments).value
+    host = run(scenarios.observed, engine, mode="upstream", **arguments).value
     assert ours["metrics"]["spec_decode_num_accepted_tokens"] < ours["metrics"]["spec_decode_num_draft_tokens"], (
         "without a rejection no row is gathered"
     )
@@ -271,8 +273,8 @@ def test_slots_of_gathered_rows_are_their_own() -> None:
 def test_the_last_row_of_a_chunk_is_fed_the_token_that_follows(
     engine: dict[str, Any], arguments: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    ours = run(scenarios.recorded, {**mtp(3), **engine}, **arguments).value
-    host = run(scenarios.recorded, {**mtp(3), **engine}, mode="upstream", **arguments).value
+    ours = run(scenarios.observed, {**mtp(3), **engine}, **arguments).value
+    host = run(scenarios.observed, {**mtp(3), **engine}, mode="upstream", **arguments).value
     assert ours["fed"]["chunk ends"] > 0
     assert ours["fed"]["wrong"] == []
     assert ours["wrong slots"] == []

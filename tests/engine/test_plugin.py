@@ -15,8 +15,9 @@ from vllm.v1.worker import gpu_model_runner
 from proposers.models.step3p5 import Step3p5Proposer
 from proposers.plugin import _build_speculator, register
 from tests.support import scenarios
-from tests.support.engine import TINY, run, run_python
-from tests.support.harness import CPU, make_config
+from tests.support.children import TINY, run_python
+from tests.support.forked_engine import run
+from tests.support.rig import CPU, make_config
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 

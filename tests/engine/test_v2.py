@@ -15,8 +15,9 @@ from proposers.models import SPECULATORS, load_speculator
 from proposers.plugin import _why_not_on_v2
 from proposers.v2 import MultiGroupSpeculator, Step3p5Speculator
 from tests.support import scenarios
-from tests.support.engine import Run, mtp, run
-from tests.support.harness import CPU, MAX_NUM_SEQS, make_config
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import Run, run
+from tests.support.rig import CPU, MAX_NUM_SEQS, make_config
 
 
 @pytest.mark.parametrize("architecture", SPECULATORS)

@@ -1,15 +1,17 @@
 """The faults of vLLM's own extraction that ours must not have, on running engines, by their numbers in the list.
 
-Faults 4 and 10 are in `test_extract_config.py`, 7 in `test_supplementary.py`.
+Faults 4 and 10 are in `tests/unit/test_extraction_plan.py`, 7 in `tests/unit/test_store.py`.
 """
 
 from typing import Any
 
 import pytest
 
-from tests.support import extraction
-from tests.support.engine import TINY, ChildFailedError, run
-from tests.support.extraction import extract, write_model
+from tests.support import extraction_scenarios
+from tests.support.children import TINY, ChildFailedError
+from tests.support.engine_arguments import extract
+from tests.support.forked_engine import run
+from tests.support.tiny_models import write_model
 
 PROMPTS = [list(range(1, 40)), list(range(5, 90))]
 NEW_TOKENS = 20
@@ -24,11 +26,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def decode(path: str, mode: str = "on", engine: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
     arguments = {"prompts": PROMPTS, "max_tokens": NEW_TOKENS, **sampling}
     engine = {"model": path, "skip_tokenizer_init": True, **(extract([1, 3]) if engine is None else engine)}
-    return run(extraction.decode, engine, mode=mode, **arguments).value
+    return run(extraction_scenarios.decode, engine, mode=mode, **arguments).value
 
 
 def test_vllm_itself_refuses_models_without_the_eagle3_interface() -> None:
-    """Fault 2; that ours takes them is `test_extract_rows.py`."""
+    """Fault 2; that ours takes them is in `tests/extraction/test_rows.py`."""
     with pytest.raises(ChildFailedError, match="Model does not support EAGLE3 interface"):
         decode(TINY, mode="upstream")
 
@@ -57,14 +59,14 @@ def test_generation_is_what_it_is_without_extraction(sampling: dict[str, Any], l
 def test_blocks_are_copied_with_their_rows(llama: str) -> None:
     """The host copies blocks where a prefix of recurrent states ends inside one, every tensor of its list."""
     engine = {"model": llama, "skip_tokenizer_init": True, **extract([1, 3])}
-    assert run(extraction.copies_rows, engine).value
+    assert run(extraction_scenarios.copies_rows, engine).value
 
 
 def test_of_tensor_parallel_ranks_the_first_keeps_the_rows_and_all_have_as_many_blocks() -> None:
     """Fault 7: hidden states are the same on every rank, and one copy will do."""
     engine = {**extract([6, 2]), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    found = run(extraction.ranks, engine, env=env, prompt=PROMPTS[0]).value
+    found = run(extraction_scenarios.ranks, engine, env=env, prompt=PROMPTS[0]).value
     assert found["stores"] == [True, False]
     assert len(set(found["num_blocks"])) == 1
     assert found["worst"] < 1e-5

@@ -1,4 +1,4 @@
-"""Recorded passes in a real engine: every replay against the eager pass on the same inputs, bit for bit."""
+"""Captured passes in a real engine: every replay against the eager pass on the same inputs, bit for bit."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from bench.corpus import held_out_prompts
 from bench.oracle.runners import view_of
 from mtp.rows import PassInputs
-from tests.support.engine import TINY
+from tests.support.children import TINY
 
 
 class Eager:
-    """Stands for a recorded graph: runs what was recorded, on the same inputs."""
+    """Stands for a captured graph: runs eagerly what was captured, on the same inputs."""
 
     def __init__(self, graphs: Any, size: int, drafts: torch.Tensor) -> None:
         self.graphs, self.size, self.drafts = graphs, size, drafts
@@ -26,7 +26,7 @@ class Checked:
     """Stands before `PassGraphs.replay`: has the pass made eagerly first and undone, and compares.
 
     Eagerly it is made twice: on the graph's own inputs, padding included, which must give the same to the bit, and as
-    a step without graphs would make it. There a batch is not padded, so matrix products may add in another order.
+    a step without graphs would make it. There a batch is not padded, so GEMMs may add in another order.
     """
 
     def __init__(self, runner: Any) -> None:

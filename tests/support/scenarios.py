@@ -1,4 +1,4 @@
-"""Scenarios for `tests.support.engine.run`: what is asked of an engine, the same with and without speculation."""
+"""Scenarios for `tests.support.forked_engine.run`: what is asked of an engine, with and without speculation alike."""
 
 import contextlib
 import random
@@ -10,9 +10,10 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
-from bench.workers.compare import drafter_of
+from bench.workers.engine import drafter_of
 from mtp.fusion.gemms import weight_of_both
 from proposers.models import step3p5
+from tests.support.pass_observer import PassObserver
 
 MAX_MODEL_LEN = 320
 MAX_TOKENS = 40
@@ -147,7 +148,7 @@ def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]
         "rows": rows,
         "wanted rows": wanted_rows,
         "fused": run_module.func is step3p5.run_module,
-        "one product": [weight_of_both(x.qkv_proj, x.g_proj) is not None for x in attention],
+        "one GEMM": [weight_of_both(x.qkv_proj, x.g_proj) is not None for x in attention],
     }
 
 
@@ -262,7 +263,7 @@ def asynchronous(llm: LLM) -> dict[str, Any]:
     return {"async_scheduling": config.async_scheduling, **lossless(llm)}
 
 
-def _allow_async_scheduling() -> None:
+def allow_async_scheduling() -> None:
     """vLLM turns asynchronous scheduling off on the CPU, where it gains nothing, and would wait for CUDA's events.
 
     The scheduler and the runner's bookkeeping, which run ahead of the sampled tokens, are what a drafter has to get
@@ -287,14 +288,12 @@ def _allow_async_scheduling() -> None:
     torch.cuda.current_stream = lambda device=None: None
 
 
-asynchronous.prepare = _allow_async_scheduling
+asynchronous.prepare = allow_async_scheduling
 
 
-def recorded(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, Any]:
-    """Greedy generations with a recorder on the drafter."""
-    from tests.support.recorder import Recorder
-
-    recorder = Recorder(runner(llm))
+def observed(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, Any]:
+    """Greedy generations, and what the drafter fed its model in every pass of them."""
+    observer = PassObserver(runner(llm))
     draw = random.Random(0)
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
@@ -308,15 +307,15 @@ def recorded(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, An
         output.request_id: (prompt + generated, len(prompt))
         for output, prompt, generated in zip(outputs, prompts, tokens, strict=True)
     }
-    wrong_slots = recorder.wrong_slots()
+    wrong_slots = observer.wrong_slots()
     return {
         "tokens": tokens,
-        "passes": len(recorder.passes),
-        "block sizes": recorder.block_sizes,
+        "passes": len(observer.passes),
+        "block sizes": observer.block_sizes,
         "wrong slots": wrong_slots[:10],
         "number of wrong slots": len(wrong_slots),
-        "fed": recorder.fed_tokens(requests),
-        "heads": recorder.drafts_by_heads(),
+        "fed": observer.fed_tokens(requests),
+        "heads": observer.drafts_by_heads(),
         **state(llm),
     }
 

@@ -10,8 +10,8 @@ from vllm.v1.worker import gpu_model_runner
 
 from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing
 from proposers.plugin import register
-from tests.support.engine import TINY
-from tests.support.extraction import extract
+from tests.support.children import TINY
+from tests.support.engine_arguments import extract
 
 LAYERS = 6  # of the tiny model
 

@@ -15,7 +15,7 @@ from proposers.models import (
     why_left_to_the_host,
 )
 from proposers.v1 import MultiGroupProposer
-from tests.support.engine import ChildFailedError, run_python
+from tests.support.children import ChildFailedError, run_python
 
 
 @pytest.mark.parametrize("word", ["on", "upstream", "off"])

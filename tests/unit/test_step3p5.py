@@ -1,4 +1,7 @@
-"""Step-3.5's modules in fewer launches, and when they stay as they are (what they compute: `test_engine.py`)."""
+"""Step-3.5's modules in fewer launches, and when they stay as they are.
+
+What they compute is held against vLLM's own in `tests/engine/test_drafting.py`.
+"""
 
 import functools
 import logging
@@ -20,7 +23,7 @@ from vllm.model_executor.models.step3p5_mtp import (
 from mtp.fusion.gemms import store_side_by_side
 from proposers.models import step3p5
 from proposers.models.step3p5 import fuse_modules
-from tests.support.layers import bare, product
+from tests.support.host_layers import bare, plain_linear
 
 
 class Another(nn.Module):
@@ -117,13 +120,13 @@ HIDDEN, HEADS, HEAD_DIM = 24, 8, 4
 
 
 @pytest.mark.parametrize("with_gates", [True, False])
-def test_queries_keys_values_and_gates_are_the_same_by_one_product(
+def test_queries_keys_values_and_gates_are_the_same_by_one_gemm(
     with_gates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mtp.fusion.gemms.has_kernels", lambda x: True)
     torch.manual_seed(0)
-    qkv_proj = product(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN)
-    gates = {"g_proj": product(ColumnParallelLinear, HEADS, HIDDEN)} if with_gates else {}
+    qkv_proj = plain_linear(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN)
+    gates = {"g_proj": plain_linear(ColumnParallelLinear, HEADS, HIDDEN)} if with_gates else {}
     attention: Any = bare(Step3p5Attention, qkv_proj=qkv_proj, **gates)
     attention.use_head_wise_attn_gate = with_gates
     attention.num_heads, attention.q_size, attention.kv_size = HEADS, HEADS * HEAD_DIM, 2 * HEAD_DIM
@@ -143,8 +146,8 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up_proj = product(ColumnParallelLinear, 12, HIDDEN)
-        self.act_fn, self.down_proj = nn.functional.silu, product(RowParallelLinear, HIDDEN, 12)
+        self.gate_up_proj = plain_linear(ColumnParallelLinear, 12, HIDDEN)
+        self.act_fn, self.down_proj = nn.functional.silu, plain_linear(RowParallelLinear, HIDDEN, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Step3p5MLP.forward(self, x)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.support.engine import run_command
+from tests.support.children import run_command
 
 
 def test_the_kernels_are_their_pytorch_versions_under_the_interpreter(tmp_path: Path) -> None:
