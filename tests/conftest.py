@@ -11,6 +11,8 @@ import torch
 from bench.interpreter import interpret_triton
 from bench.processes import SMALL_ENGINE
 
+pytest.register_assert_rewrite("tests.support")  # what fails there is explained as in a test
+
 # The tests in tests/gpu need a GPU and a vLLM that uses it. Without one they are left out, but for those of the kernels
 # alone where Triton's interpreter runs the kernels (`tests/engine/test_interpreted_kernels.py`). Their files are named
 # and not the folder, which pytest would collect all the same: it is an argument of its own (`testpaths`).

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from mtp.kernels.window import shift_rows
-from tests.support.window_stories import (
-    check_a_request_shorter_than_its_history,
-    check_one_module_without_history,
-    check_random_windows,
-)
+from tests.support.window_tests import WindowTests
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +15,8 @@ def on_the_device() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(25))
-def test_a_window_holds_the_steps_valid_rows_and_the_history_before_them(depth: int, seed: int) -> None:
-    check_random_windows(depth, seed)
-
-
-def test_a_request_shorter_than_its_history_begins_at_position_0() -> None:
-    check_a_request_shorter_than_its_history()
-
-
-def test_one_module_has_no_history_and_its_window_is_the_step_itself() -> None:
-    check_one_module_without_history()
+class TestWindowWithKernels(WindowTests):
+    pass
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 255, 256, 257, 5000])

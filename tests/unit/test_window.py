@@ -2,29 +2,11 @@
 
 import random
 
-import pytest
-
-from tests.support.window_stories import (
-    check_a_request_shorter_than_its_history,
-    check_one_module_without_history,
-    check_random_windows,
-    make_history,
-    make_story,
-)
+from tests.support.window_tests import WindowTests, make_history, make_story
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(25))
-def test_a_window_holds_the_steps_valid_rows_and_the_history_before_them(depth: int, seed: int) -> None:
-    check_random_windows(depth, seed)
-
-
-def test_a_request_shorter_than_its_history_begins_at_position_0() -> None:
-    check_a_request_shorter_than_its_history()
-
-
-def test_one_module_has_no_history_and_its_window_is_the_step_itself() -> None:
-    check_one_module_without_history()
+class TestWindowInPyTorch(WindowTests):
+    pass
 
 
 def test_a_request_that_waits_keeps_its_history_while_others_come_and_go() -> None:

@@ -1,6 +1,6 @@
 """The window of a pass against the story of its requests, told one row at a time.
 
-Tensors are made on PyTorch's default device, so that the same checks judge the PyTorch version on the CPU
+Tensors are made on PyTorch's default device, so that the same tests judge the PyTorch version on the CPU
 (`tests/unit/test_window.py`) and the kernels (`tests/gpu/test_window_kernels.py`).
 """
 
@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -109,57 +110,60 @@ def make_history(depth: int, max_num_reqs: int) -> History:
     return History(depth, max_num_reqs, HIDDEN, torch.float32, (), torch.get_default_device())
 
 
-def check_random_windows(depth: int, seed: int) -> None:
-    """Random requests in 40 steps: they come, go, are preempted, and wait while others run."""
-    rng = random.Random(seed)
-    history = make_history(depth, 8)
-    stories: dict[str, Story] = {}
-    for step in range(40):
-        if len(stories) < 4 and (not stories or rng.random() < 0.3):
-            name = f"request {step if rng.random() < 0.8 else 0}"  # ids come again
-            stories[name] = make_story(rng, name)
-        for name in [name for name, story in stories.items() if story.computed > 150 or rng.random() < 0.03]:
-            del stories[name]
-        running = rng.sample(list(stories), rng.randint(1, len(stories))) if stories else []
-        if not running:
-            continue
-        for name in running:
-            if stories[name].computed and rng.random() < 0.05:  # preempted, and resumed at a prefix hit
-                stories[name].computed = stories[name].known_from = 16 * rng.randrange(stories[name].computed // 16 + 1)
-        batch = [stories[name] for name in running]
-        prefill = [rng.choice([1, 2, 3, 7, 30]) if s.computed == s.known_from else 0 for s in batch]
-        rows, cad = make_step(rng, batch, prefill)
-        slots = torch.tensor(history.assign(running, {name: story.state for name, story in stories.items()}))
-        assert len(set(slots.tolist())) == len(running)
-        window = build_window(rows, cad, history, slots)
-        lens = cad.query_start_loc.diff().tolist()
-        check_window(window, batch, lens, depth)
-        history.store(slots, window)
-        for story, length in zip(batch, lens, strict=True):
-            story.computed += length - story.rejected
+class WindowTests:
+    """What holds of every implementation; a test module has a subclass that pytest finds."""
 
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    @pytest.mark.parametrize("seed", range(25))
+    def test_a_window_holds_the_steps_valid_rows_and_the_history_before_them(self, depth: int, seed: int) -> None:
+        rng = random.Random(seed)
+        history = make_history(depth, 8)
+        stories: dict[str, Story] = {}
+        for step in range(40):
+            if len(stories) < 4 and (not stories or rng.random() < 0.3):
+                name = f"request {step if rng.random() < 0.8 else 0}"  # ids come again
+                stories[name] = make_story(rng, name)
+            for name in [name for name, story in stories.items() if story.computed > 150 or rng.random() < 0.03]:
+                del stories[name]
+            running = rng.sample(list(stories), rng.randint(1, len(stories))) if stories else []
+            if not running:
+                continue
+            for name in running:
+                if stories[name].computed and rng.random() < 0.05:  # preempted, and resumed at a prefix hit
+                    block = rng.randrange(stories[name].computed // 16 + 1)
+                    stories[name].computed = stories[name].known_from = 16 * block
+            batch = [stories[name] for name in running]
+            prefill = [rng.choice([1, 2, 3, 7, 30]) if s.computed == s.known_from else 0 for s in batch]
+            rows, cad = make_step(rng, batch, prefill)
+            slots = torch.tensor(history.assign(running, {name: story.state for name, story in stories.items()}))
+            assert len(set(slots.tolist())) == len(running)
+            window = build_window(rows, cad, history, slots)
+            lens = cad.query_start_loc.diff().tolist()
+            check_window(window, batch, lens, depth)
+            history.store(slots, window)
+            for story, length in zip(batch, lens, strict=True):
+                story.computed += length - story.rejected
 
-def check_a_request_shorter_than_its_history() -> None:
-    story = make_story(random.Random(0), "short")
-    history = make_history(4, 2)
-    for prefill in ([1], [0], [0]):
-        rows, cad = make_step(random.Random(1), [story], prefill)
-        slots = torch.tensor(history.assign(["short"], {"short": story.state}))
-        window = build_window(rows, cad, history, slots)
-        check_window(window, [story], cad.query_start_loc.diff().tolist(), 4)
-        history.store(slots, window)
-        story.computed += int(cad.query_start_loc[1]) - story.rejected
-    assert story.computed <= 8
+    def test_a_request_shorter_than_its_history_begins_at_position_0(self) -> None:
+        story = make_story(random.Random(0), "short")
+        history = make_history(4, 2)
+        for prefill in ([1], [0], [0]):
+            rows, cad = make_step(random.Random(1), [story], prefill)
+            slots = torch.tensor(history.assign(["short"], {"short": story.state}))
+            window = build_window(rows, cad, history, slots)
+            check_window(window, [story], cad.query_start_loc.diff().tolist(), 4)
+            history.store(slots, window)
+            story.computed += int(cad.query_start_loc[1]) - story.rejected
+        assert story.computed <= 8
 
-
-def check_one_module_without_history() -> None:
-    rng = random.Random(2)
-    stories = [make_story(rng, "a"), make_story(rng, "b")]
-    for story, computed in zip(stories, (0, 40), strict=True):
-        story.computed = story.known_from = computed
-    rows, cad = make_step(rng, stories, [9, 0])
-    window = build_window(rows, cad, None, None)
-    assert window.token_ids.tolist() == rows.token_ids.tolist()
-    assert window.cad.query_start_loc.tolist() == cad.query_start_loc.tolist()
-    assert window.last_rows.tolist() == (cad.query_start_loc[1:] - 1 - rows.num_rejected).tolist()
-    check_window(window, stories, cad.query_start_loc.diff().tolist(), 0)
+    def test_one_module_has_no_history_and_its_window_is_the_step_itself(self) -> None:
+        rng = random.Random(2)
+        stories = [make_story(rng, "a"), make_story(rng, "b")]
+        for story, computed in zip(stories, (0, 40), strict=True):
+            story.computed = story.known_from = computed
+        rows, cad = make_step(rng, stories, [9, 0])
+        window = build_window(rows, cad, None, None)
+        assert window.token_ids.tolist() == rows.token_ids.tolist()
+        assert window.cad.query_start_loc.tolist() == cad.query_start_loc.tolist()
+        assert window.last_rows.tolist() == (cad.query_start_loc[1:] - 1 - rows.num_rejected).tolist()
+        check_window(window, stories, cad.query_start_loc.diff().tolist(), 0)
