@@ -244,30 +244,22 @@ def run_schedules(
     report = Report(dtype=dtype)
     for setup, number in draw_setups(random.Random(seed), count, setups):
         if setup.ranks > 1 and "RANK" not in os.environ:
-            add_ranks(
-                report, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)]
-            )
+            turns = run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)
+            add_ranks(report, [turn for (turn,) in turns])
             if progress:
                 _show_progress(setup, number, number, report)
             continue
-        with ExitStack() as stack:
-            folder = stack.enter_context(checkpoint(model, setup))
-            stack.enter_context(drafter_of(setup))
-            engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, dtype)))
-            dense = dense_model(folder, setup)
-            stack.enter_context(_counting_grammar_cuts(engine, report))
-            stack.enter_context(plant(engine) if plant is not None else nullcontext())
-            if setup.replayed:
-                stack.enter_context(replaying(engine.drafter, setup.graph_sizes, report.events))
-            watcher = Watcher(
-                engine.runner,
-                dense,
-                report,
-                min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
-                random.Random(seed),
-                continuation,
-                greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
-            )
+        watched = _watched_engine(
+            model,
+            setup,
+            report,
+            random.Random(seed),
+            modules=modules,
+            continuation=continuation,
+            plant=plant,
+            graphs=graphs,
+        )
+        with watched as (engine, watcher):
             for index in range(number):
                 rng = random.Random(f"{seed} {setup.name} {index}")
                 plan = plan_schedule(rng, setup, texts, stops)
@@ -275,6 +267,40 @@ def run_schedules(
                 if progress:
                     _show_progress(setup, index + 1, number, report)
     return report
+
+
+@contextmanager
+def _watched_engine(
+    model: Path,
+    setup: Setup,
+    report: Report,
+    rng: random.Random,
+    *,
+    modules: int | None,
+    continuation: Continuation | None,
+    plant: Callable[[Engine], AbstractContextManager[Any]] | None,
+    graphs: bool,
+) -> Iterator[tuple[Engine, Watcher]]:
+    """A setup's engine and the watcher of its drafter; the arguments are those of `run_schedules`."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(checkpoint(model, setup))
+        stack.enter_context(drafter_of(setup))
+        engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype)))
+        dense = dense_model(folder, setup)
+        stack.enter_context(_counting_grammar_cuts(engine, report))
+        stack.enter_context(plant(engine) if plant is not None else nullcontext())
+        if setup.replayed:
+            stack.enter_context(replaying(engine.drafter, setup.graph_sizes, report.events))
+        watcher = Watcher(
+            engine.runner,
+            dense,
+            report,
+            min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
+            rng,
+            continuation,
+            greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
+        )
+        yield engine, watcher
 
 
 @contextmanager

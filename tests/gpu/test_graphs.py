@@ -7,19 +7,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from bench.corpus import held_out_prompts
+from bench.oracle.replayed import EagerGraph
 from bench.oracle.runners import view_of
 from mtp.rows import PassInputs
 from tests.support.children import TINY
-
-
-class Eager:
-    """Stands for a captured graph: runs eagerly what was captured, on the same inputs."""
-
-    def __init__(self, graphs: Any, size: int, drafts: torch.Tensor) -> None:
-        self.graphs, self.size, self.drafts = graphs, size, drafts
-
-    def replay(self) -> None:
-        self.drafts.copy_(self.graphs.run_static(self.size))
 
 
 class Checked:
@@ -88,7 +79,7 @@ class Checked:
 
     def padded(self, size: int, *arguments: Any) -> torch.Tensor:
         graph, drafts = self.graphs._graphs[size]
-        self.graphs._graphs[size] = Eager(self.graphs, size, drafts), drafts
+        self.graphs._graphs[size] = EagerGraph(self.graphs, size, drafts), drafts
         result = self._replay(size, *arguments)
         self.graphs._graphs[size] = graph, drafts
         return result
