@@ -123,7 +123,7 @@ def add_reference(
 
 
 def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
-    """One mode's entry: figures by batch size, acceptance over all runs."""
+    """One mode's entry of the record, from its worker's result: figures by batch size, acceptance over all runs."""
     by_batch = {batch: [run for run in raw["runs"] if run["batch"] == batch] for batch in batches}
     return {
         "runner": raw["runner"],
@@ -143,7 +143,7 @@ def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
 
 
 def summarise_acceptance(drafts: int, accepted: list[int]) -> dict[str, Any]:
-    """Of so many draft passes, with the number of accepted drafts by position."""
+    """Shares of accepted drafts, of so many draft passes that accepted so many drafts at each position."""
     if not drafts:
         return {"acceptance_length": 1.0, "acceptance_per_position": [], "acceptance_conditional": []}
     reached = [drafts, *accepted[:-1]]  # a position counts if all before it were accepted too
@@ -173,7 +173,7 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def format_speeds(modes: dict[str, Any], batch: str) -> list[str]:
-    """Tokens per second of each mode, and how many times those of `none`."""
+    """A cell for each mode: tokens per second and, where `none` has run, the ratio to its own."""
     speeds = {mode: entry["output_tokens_per_s"][batch]["median"] for mode, entry in modes.items()}
     base = speeds.get("none")
     return [f"{speed:.0f}" + (f"  ({speed / base:.2f}x)" if base else "") for speed in speeds.values()]

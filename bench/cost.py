@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_drafts(args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
-    """Modules, groups and K of each engine."""
+    """Yields the number of modules, of KV cache groups and of drafts (K) of each engine that is to be measured."""
     for modules, groups in LAYERS:
         if modules in args.modules and groups in args.groups:
             usual = (modules, *MORE_DRAFTS.get((modules, groups), ()))
@@ -159,7 +159,7 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_curves(axes: Any, title: str, points: list[dict[str, Any]], kind: str, size: str, curve: str) -> None:
-    """Of the points of that kind: a curve for each value of `curve`, against `size`, with a band of quartiles."""
+    """Draws the points of one kind against `size`: a curve for each value of `curve`, in a band of its quartiles."""
     points = sorted((point for point in points if point["kind"] == kind), key=lambda point: point[size])
     for value in sorted({point[curve] for point in points}):
         of_curve = [point for point in points if point[curve] == value]

@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_prompts(args: argparse.Namespace, config: dict[str, Any]) -> list[list[int]]:
-    """From the held-out files, or random ones where there is no tokenizer."""
+    """Token ids of `args.prompts` prompts, from the held-out files, or random where the model has no tokenizer."""
     if args.dummy_weights:
         return random_prompts(config["vocab_size"], args.prompts, args.prompt_tokens)
     from transformers import AutoTokenizer
@@ -132,18 +132,24 @@ def run_group(group: list[str], spec: dict[str, Any], args: argparse.Namespace) 
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
-    """Raises `ValueError` for what is neither a number nor N."""
+    """Layer ids, separated by commas; N is the number of layers. Raises `ValueError` for anything else."""
     return [num_layers if part == "N" else int(part) for part in text.split(",")]
 
 
 def reason(message: str) -> str:
-    """The last error of a log, without the address of its process."""
+    """The last line of a log that names an error, without the process id that vLLM puts before it."""
     lines = [line for line in message.splitlines() if "Error" in line]
     return lines[-1].split(") ", 1)[-1] if lines else message.splitlines()[-1]
 
 
 def check_rows(answers: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, int]:
-    """Compares every row of every layer of the records with the dense reference, if there is one."""
+    """Compares every row of every layer of the records with the dense reference.
+
+    With dummy weights only the token ids are compared: the reference reads a checkpoint.
+
+    Returns:
+        `rows`, and of those `rows_wrong`.
+    """
     from proposers.hidden_states import load
 
     rows = wrong = 0
@@ -179,7 +185,7 @@ def load_any(path: str, load: Callable[[str], Any]) -> tuple[Any, list[int]]:
 
 @cache
 def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
-    """Token ids to `[T, N + 1, H]` in float32, computed without the engine; equal sequences once."""
+    """`residual_stream_of` the model, as a function of a tuple, which computes equal sequences once."""
     from bench.reference.residual import residual_stream_of
 
     residual_stream = residual_stream_of(model)
@@ -209,7 +215,7 @@ def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
 
 
 def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
-    """How many times the time of `none` a token takes."""
+    """Adds how many times as long a token takes as in the mode `none`, in prefill and in decoding; None without it."""
     for part in ("prefill", "decode"):
         key = f"{part}_tokens_per_s"
         ratio = None if none is None else round(none[key]["median"] / entry[key]["median"], 4)

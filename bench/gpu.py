@@ -33,7 +33,10 @@ KV_ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # a token's in one layer, bfloat16
 
 
 def make_config(num_layers: int) -> dict[str, Any]:
-    """A Step-3.5 of so many layers and three modules: every fourth has full attention, all past the third experts."""
+    """The `config.json` of a Step-3.5 with three modules.
+
+    Every fourth layer has full attention, and the target's layers past the third have experts.
+    """
     total = num_layers + NUM_MODULES
     sliding = [i % 4 != 0 for i in range(total)]
     heads = {"num_attention_groups": KV_HEADS, "head_dim": HEAD_DIM}
@@ -142,7 +145,7 @@ def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def shares_of_the_device(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments under which an engine takes what it needs, where by default it takes all there is."""
+    """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is."""
     longest = max(args.prompt_tokens) + args.output_tokens
     # Twice the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
     kept = sum(rows_kept(kind, longest, 2 * SLIDING_WINDOW) for kind in config["layer_types"])
@@ -151,12 +154,12 @@ def shares_of_the_device(args: argparse.Namespace, config: dict[str, Any]) -> di
 
 
 def rows_kept(kind: str, num_tokens: int, window: int = SLIDING_WINDOW) -> int:
-    """Rows in the KV cache of a layer for a request of so many tokens."""
+    """How many rows a layer of that kind keeps in its KV cache for a request of `num_tokens`."""
     return min(num_tokens, window) if kind == "sliding_attention" else num_tokens
 
 
 def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Adds what the bytes of a step would take: the weights that it touches and its KV cache, each read once."""
+    """Adds `floor_ms`, the time that reading a step's bytes once takes: weights that it touches, and KV cache."""
     speculates = raw["proposer"] is not None
     rows = 1 + settings["k"] if speculates else 1
     layers = config["layer_types"][: None if speculates else config["num_hidden_layers"]]
@@ -200,7 +203,7 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def _rows_of(result: dict[str, Any], length: str) -> list[list[str]]:
-    """A row for each figure and batch size of which some mode has anything."""
+    """The table's rows for prompts of one length: one for each figure and batch size that some mode has a value of."""
     rows = []
     for name, spread in FIGURES.items():
         for batch in map(str, result["settings"]["batches"]):
@@ -218,7 +221,7 @@ def _show(cell: Any, spread: bool) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Step time by batch, and in it what the GPU is busy for, of the shortest prompts."""
+    """Step time by batch, and the part of it in which the GPU is busy, for prompts of the first length."""
     batches = [str(batch) for batch in result["settings"]["batches"]]
     length = str(result["settings"]["prompt_tokens"][0])
     figure, ((axes,),) = make_figure(1, 1, (8, 4))

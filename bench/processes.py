@@ -40,7 +40,7 @@ def child_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, **SMALL_ENGINE, **variables}
 
 
-# What a worker says.
+# For workers: what they say to the command that started them.
 
 
 def report_progress(text: str) -> None:
@@ -48,12 +48,12 @@ def report_progress(text: str) -> None:
 
 
 def take_turn() -> None:
-    """Waits until what follows may be measured: nothing else is, until the next call or the end."""
+    """Waits for the turn to measure. No other worker measures anything until this one calls again, or ends."""
     print(f"\n{WAITS}", flush=True)  # after a line that somebody else has begun
     sys.stdin.readline()
 
 
-# What a command does with it.
+# For commands.
 
 
 class Worker:
@@ -107,7 +107,7 @@ class Worker:
         return False
 
     def has_its_turn(self) -> bool:
-        """Lets it measure, until `waits` knows how it went on."""
+        """Gives it a turn to measure; returns what `waits` does."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # killed while it waited, which `waits` says
             self._process.stdin.write("\n")

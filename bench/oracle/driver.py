@@ -71,7 +71,7 @@ class Engine:
 
 
 def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
-    """On CUDA, with the attention backend that takes float32 and heads of 32."""
+    """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32."""
     if not torch.cuda.is_available():
         return arguments
     backend = "TRITON_ATTN"
@@ -83,8 +83,9 @@ def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _keeping_async_scheduling() -> Iterator[None]:
-    """On the CPU vLLM switches asynchronous scheduling off, as of no use there; what it does to a pass shows all the
-    same, since steps are scheduled before the last one's tokens are known.
+    """A context in which vLLM schedules asynchronously on the CPU too, where it would switch that off as of no use.
+
+    What it does to a pass shows all the same: steps are scheduled before the tokens of the last one are known.
     """
     from vllm.platforms import current_platform
 
@@ -109,7 +110,7 @@ class Request:
 
 @dataclass
 class ScheduleRun:
-    """One schedule on one engine; `run` plays it to its end and takes what is left away."""
+    """One schedule on one engine; `run` plays it to its end, and aborts the requests that are left."""
 
     engine: Engine
     setup: Setup
@@ -174,7 +175,7 @@ class ScheduleRun:
             self._leave(output)
 
     def _leave(self, output: Any) -> None:
-        """Counts how the request went, and holds its tokens against those that the passes showed."""
+        """Counts how the request ended, and compares its tokens with those that the drafting passes were given."""
         request_id = next(key for key in self.active if key.startswith(output.request_id))
         plan = self.active.pop(request_id).plan
         tokens = [*plan.prompt, *output.outputs[0].token_ids]

@@ -84,7 +84,11 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path]) -> None:
-    """One that fails leaves the others waiting for it, so the first failure ends it for all."""
+    """Waits for all ranks, or until one fails: the others would wait for it without end.
+
+    Raises:
+        RuntimeError: a rank failed, or they are not done in `TIME_LIMIT_S`.
+    """
     deadline = time.monotonic() + TIME_LIMIT_S
     while any(running := [process.poll() is None for process in processes]):
         failed = [rank for rank, process in enumerate(processes) if process.returncode]

@@ -102,7 +102,7 @@ class Report:
 
     @property
     def wants_words(self) -> bool:
-        """Whether this schedule has had no mismatch yet."""
+        """Whether a mismatch would be put into words: the first of each schedule is, up to `MAX_MISMATCHES` of them."""
         return not self._described
 
     def note_mismatch(self, words: str) -> None:

@@ -56,7 +56,7 @@ class RunnerView(Protocol):
     def layer_names(self) -> set[str]: ...
 
     def read_pass(self, *args: Any, **kwargs: Any) -> Pass:
-        """From the arguments of `propose`."""
+        """Reads a pass from the arguments of `propose`."""
 
     def known_tokens(self, request_id: str) -> tuple[list[int], list[int]]:
         """The prompt, and the prompt with the output so far."""
@@ -64,7 +64,7 @@ class RunnerView(Protocol):
     def temperature(self, request_id: str) -> float: ...
 
     def block_table(self, group: int, index: int) -> Any:
-        """The blocks of one request of the running pass."""
+        """The blocks `[num_blocks]` in one KV cache group of the request at an index of the running pass."""
 
 
 def _read_requests(
@@ -78,8 +78,13 @@ def _read_requests(
     next_tokens: list[int],
     drafted: list[int],
 ) -> list[RequestPass]:
-    """Of each request, from the host's tensors: `starts` in the rows of all, whose `tokens` and `positions` follow, and
-    `ends` in its sequence.
+    """Each request's part in a pass.
+
+    Args:
+        starts: of each request, its first row among those of all, and in the end their number.
+        ends: of each request, the sequence position after its last row.
+        rejected, next_tokens, drafted: one for each request.
+        tokens, positions: one for each row.
     """
     return [
         RequestPass(

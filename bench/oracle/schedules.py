@@ -84,7 +84,7 @@ class Setup:
 
     @property
     def graph_sizes(self) -> list[int]:
-        """Not every number of requests, so that some batches are padded."""
+        """Numbers of requests that graphs are captured for. Some are left out, so that some batches are padded."""
         return [size for size in sorted({1, 2, 4, self.max_num_seqs}) if size <= self.max_num_seqs]
 
 
@@ -134,7 +134,7 @@ SETUPS = (
 
 
 def setup_called(name: str) -> Setup:
-    """Raises `ValueError` for a name that none of `SETUPS` has."""
+    """The setup of that name. Raises `ValueError` where there is none."""
     for setup in SETUPS:
         if setup.name == name:
             return setup

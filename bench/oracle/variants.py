@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 
 @contextmanager
 def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
-    """The folder of the setup's checkpoint, made from `model` or, for MiMo, with as many tokens."""
+    """A context with the folder of the setup's checkpoint: `model`, what is made of it, or a MiMo of its vocabulary."""
     if setup.checkpoint == "tiny":
         yield model
         return
@@ -42,7 +42,7 @@ def dense_model(folder: Path, setup: Setup) -> DenseModel:
 
 @contextmanager
 def drafter_of(setup: Setup) -> Iterator[None]:
-    """Engines built inside have the setup's drafter."""
+    """A context in which the engines that are built have the setup's drafter."""
     from proposers.models import PROPOSERS, SPECULATORS
 
     if setup.hidden_states_flow:

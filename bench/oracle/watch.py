@@ -116,7 +116,7 @@ class Watcher:
             count_replays(drafter.graphs, self.report.events)
 
     def _install_in_steps(self, view: V1Runner) -> None:
-        """The V1 runner leaves a pass out where its drafter would not fit."""
+        """Notices the steps in which the V1 runner does not call its drafter, for want of room in the context."""
         runner = view.runner
         sample_tokens = runner.sample_tokens
 
@@ -175,7 +175,7 @@ class Watcher:
         self._check_drafts(view, followed, drafts)
 
     def _follow(self, view: RequestPass) -> Followed:
-        """Takes the pass's tokens into the request's known ones, and counts what happened to the request.
+        """Adds the pass's tokens to the request's known ones, and counts what happened to the request.
 
         Raises:
             AssertionError: the engine ran other tokens than the known ones.
@@ -310,7 +310,7 @@ class Watcher:
                 )
 
     def _num_checkable(self, view: RequestPass, followed: Followed, k: int) -> int:
-        """How many of the drafts the reference can tell."""
+        """How many of the drafts, from the first on, the reference can judge."""
         if self.view.temperature(view.request_id) > 0 and not self.greedy_drafts:
             return 0
         modules = len(self.caches)
@@ -323,7 +323,7 @@ class Watcher:
     # Rows that the host never gave to the drafter.
 
     def _note_skipped(self, scheduled: Any) -> None:
-        """The rows of the step, and those before that wait for its tokens, hold whatever was there."""
+        """Marks the slots of the step's rows, and of the rows before that wait for its tokens, as never written."""
         batch = self.runner.input_batch
         self.report.events.skipped_passes += 1
         for request_id, count in scheduled.num_scheduled_tokens.items():

@@ -14,7 +14,7 @@ from tests.support.children import TINY
 
 
 class Checked:
-    """Stands before `PassGraphs.replay`: has the pass made eagerly first and undone, and compares.
+    """In place of `PassGraphs.replay`: runs the pass eagerly first, undoes what it did, then replays and compares.
 
     Eagerly it is made twice: on the graph's own inputs, padding included, which must give the same to the bit, and as
     a step without graphs would make it. There a batch is not padded, so GEMMs may add in another order.

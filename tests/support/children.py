@@ -17,7 +17,7 @@ class ChildFailedError(AssertionError):
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """That of a child of the benchmarks, which imports this checkout wherever it runs."""
+    """The environment of a child whose engine runs a small model, and which imports this checkout wherever it runs."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return processes.child_environment(PYTHONPATH=path) | variables
 

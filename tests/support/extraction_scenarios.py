@@ -33,7 +33,7 @@ class StoreReader:
 
 
 class Witness:
-    """Writes down the stream of every token as the layers saw it, by hooks of its own, where nothing else can tell.
+    """Keeps the residual stream of every token as the layers saw it, by hooks of its own, for want of a reference.
 
     (vLLM's CPU build computes MLA and short convolutions otherwise than transformers does, with or without us.)
     """

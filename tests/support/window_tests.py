@@ -1,4 +1,4 @@
-"""The window of a pass against the story of its requests, told one row at a time.
+"""Tests of the window of a pass: each row against its request's true tokens and hidden states.
 
 Tensors are made on PyTorch's default device, so that the same tests judge the PyTorch version on the CPU
 (`tests/unit/test_window.py`) and the kernels (`tests/gpu/test_window_kernels.py`).

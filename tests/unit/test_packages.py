@@ -1,5 +1,6 @@
-"""The packages that pyproject.toml has built are those that there are."""
+"""What is installed: every package, and nothing that needs the rest of a checkout."""
 
+import re
 import tomllib
 
 from tests.support.children import ROOT
@@ -17,3 +18,9 @@ def test_every_folder_with_modules_is_a_package() -> None:
     # A folder without an __init__.py can be imported all the same in a checkout, and is missing from what is installed.
     modules = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
     assert [str(path) for path in modules if not path.with_name("__init__.py").exists()] == []
+
+
+def test_nothing_that_is_installed_needs_what_is_not() -> None:
+    needs = re.compile(r"""^\s*(from|import) (tests|tools)\b|["'](tests|tools)\.""", re.MULTILINE)
+    modules = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
+    assert [str(path) for path in modules if needs.search(path.read_text())] == []
