@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
-from bench.tables import aligned
+from bench.tables import table
 from bench.workers.compare import MODES
 
 SCHEMA = "vllm-mtp-proposers/compare/1"
@@ -59,8 +60,11 @@ def write_outputs(result: dict[str, Any], args: argparse.Namespace) -> None:
         draw(result, args.plot)
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
     """Runs every mode and returns the record that `--json` writes.
+
+    Args:
+        begins: is told which part begins: "engines", "runs", where the modes run by turns, and "reference".
 
     Raises:
         ValueError: a mode that doesn't exist, or a plot that can't be drawn.
@@ -85,7 +89,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens)
     specs = [{**settings, "model": args.model, "prompts": prompts, "mode": mode} for mode in modes]
-    raw = dict(zip(modes, run_modes(specs, by_turns=args.by_turns), strict=True))
+    begins("engines")
+    results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
+    raw = dict(zip(modes, results, strict=True))
+    begins("reference")
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], args.batch) for mode in modes}
     if has_reference(args.model):
@@ -169,7 +176,7 @@ def format_table(result: dict[str, Any]) -> str:
     if any("acceptance_vs_reference" in entry for entry in modes.values()):
         ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
         rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
-    return "\n".join([aligned(rows), f"lossless: {json.dumps(result['lossless'])}"])
+    return "\n".join([table(rows), f"lossless: {json.dumps(result['lossless'])}"])
 
 
 def format_speeds(modes: dict[str, Any], batch: str) -> list[str]:

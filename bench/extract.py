@@ -13,7 +13,7 @@ from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
 from bench.spread import quartiles, show_quartiles
-from bench.tables import aligned
+from bench.tables import table
 from bench.workers.engine import random_prompts
 from bench.workers.extract import MODES, is_ours
 
@@ -231,4 +231,4 @@ def format_table(result: dict[str, Any]) -> str:
     for key in ("overhead_prefill", "overhead_decode", *COUNTS):
         rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
     failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]
-    return "\n".join([aligned(rows), *failed])
+    return "\n".join([table(rows), *failed])
