@@ -67,6 +67,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     modes = parse_modes(args.modes, MODES)
     config = json.loads(Path(args.model, "config.json").read_text())
     config = config.get("text_config", config)
+    environment = describe_environment()
     spec = {
         "model": args.model,
         "layer_ids": parse_layers(args.layers, config["num_hidden_layers"]),
@@ -77,9 +78,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "dummy_weights": args.dummy_weights,
         "engine": args.engine,
-        "platform": (environment := describe_environment())["platform"],
+        "platform": environment["platform"],
     }
-    prompts = find_prompts(args, config)
+    spec["prompts"] = find_prompts(args, config)
+    raw, errors = run_rounds(modes, spec, args)
+    entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
+    for entry in entries.values():
+        add_overhead(entry, entries.get("none"))
+    settings = {key: value for key, value in spec.items() if key != "prompts"}
+    settings |= {"model": without_folder(args.model), "num_prompts": args.prompts}
+    return {
+        "schema": SCHEMA,
+        "environment": environment,
+        "settings": settings | {"rounds": args.rounds, "by_turns": args.by_turns},
+        "config": config,
+        "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
+    }
+
+
+def run_rounds(
+    modes: list[str], spec: dict[str, Any], args: argparse.Namespace
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """The results of each mode's processes, and the error of `upstream` where it can't run by itself.
+
+    Raises:
+        RuntimeError: another process failed.
+    """
     raw: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     errors: dict[str, str] = {}
     together = [modes] if args.by_turns else [[mode] for mode in modes]
@@ -87,24 +111,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if errors.keys() & set(group):
             continue
         try:
-            for mode, done in zip(group, run_group(group, spec | {"prompts": prompts}, args), strict=True):
+            for mode, done in zip(group, run_group(group, spec, args), strict=True):
                 raw[mode].append(done)
         except RuntimeError as error:
             if group != ["upstream"]:
                 raise
             errors["upstream"] = reason(str(error))
-    entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
-    for entry in entries.values():
-        add_overhead(entry, entries.get("none"))
-    return {
-        "schema": SCHEMA,
-        "environment": environment,
-        "settings": spec
-        | {"model": without_folder(args.model), "num_prompts": args.prompts}
-        | {"rounds": args.rounds, "by_turns": args.by_turns},
-        "config": config,
-        "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
-    }
+    return raw, errors
 
 
 def find_prompts(args: argparse.Namespace, config: dict[str, Any]) -> list[list[int]]:

@@ -44,30 +44,38 @@ def run_on_ranks(
     # Here and not above: the engines of this process, too, want to set variables before vLLM is first imported.
     from vllm.utils.network_utils import get_open_port
 
-    port = str(get_open_port())
+    port = get_open_port()
+    arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
+    arguments |= {"modules": modules, "graphs": graphs}
     with _one_at_a_time(), TemporaryDirectory() as folder:
         outputs = [Path(folder, f"rank-{rank}.txt") for rank in range(setup.ranks)]
-        processes = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, output in enumerate(outputs):
-                arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
-                arguments |= {"modules": modules, "graphs": graphs, "faults": faults[rank] if faults else ["none"]}
-                environment = child_environment(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(setup.ranks),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
-                )
-                command = [sys.executable, "-m", "bench.oracle.rank", json.dumps(arguments)]
-                with output.open("w") as file:
-                    processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+                planted = {"faults": faults[rank] if faults else ["none"]}
+                processes.append(_start_rank(rank, setup.ranks, port, arguments | planted, output))
             _wait(processes, outputs)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         return [json.loads(output.read_text().splitlines()[-1]) for output in outputs]
+
+
+def _start_rank(
+    rank: int, num_ranks: int, port: int, arguments: dict[str, Any], output: Path
+) -> subprocess.Popen[bytes]:
+    """Starts `bench.oracle.rank` as one of the ranks that meet at this port, and has what it prints in a file."""
+    environment = child_environment(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    command = [sys.executable, "-m", "bench.oracle.rank", json.dumps(arguments)]
+    with output.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     venv.create(found.environment, symlinks=True)
     python = found.environment / "bin" / "python"
     pip("--python", str(python), "install", *OFFLINE, str(build_wheel(folder)), folder=folder)
-    # vLLM and the rest, as a path and no more: .pth files in there are not read, so that an editable installation of
-    # this project among them stays unknown.
+    # vLLM and the other dependencies are found by one more entry of sys.path. Unlike in a real site folder, .pth files
+    # in there are not read, so that an editable installation of this project stays unknown.
     (site_packages,) = found.environment.glob("lib/python*/site-packages")
     beside = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (site_packages / "beside.pth").write_text("\n".join(sorted(beside)))

@@ -112,7 +112,7 @@ def test_every_group_keeps_what_the_same_prompt_can_resume_at() -> None:
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_a_prompt_is_found_again_whatever_its_length(v2: bool) -> None:
-    # Not all of them by the interpreter.
+    # The interpreter of V2's kernels is slow, so not every length is tried there.
     lengths = [96, 97, 98, 99, 127] if v2 else list(range(3 * scenarios.BLOCK, 4 * scenarios.BLOCK))
     engine = {**mtp(3), "max_model_len": 200, "max_num_seqs": 2}
     hits = run(scenarios.resent, engine, v2=v2, lengths=lengths).value["hits"]

@@ -118,7 +118,7 @@ def test_what_it_can_not_do_is_left_to_the_host(change: dict[str, Any], reason: 
     assert found is None if reason is None else reason in found
 
 
-# On the engine. (Every row and every draft: `tests/oracle/test_oracle.py`.)
+# On the engine. (`tests/oracle/test_oracle_on_v2.py` checks every row and every draft.)
 
 SMALL = {"max_model_len": 96, "max_num_batched_tokens": 48, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
 

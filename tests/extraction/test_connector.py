@@ -60,7 +60,7 @@ def test_prompt_rows_or_all_rows_or_a_window_of_them_as_the_request_asks(many: R
     batches = many.value["batches"]
     rows = {name: [(f["first"], f["rows"] - f["prompt"]) for f in batches[name]] for name in ("alone", "one token")}
     assert rows == {"alone": [(0, 0)], "one token": [(0, 0)]}
-    # The token that was sampled last was not run.
+    # The token that was sampled last has no row: it was not run.
     assert {(f["first"], f["rows"] - f["prompt"]) for f in batches["sixteen"]} == {(0, 19)}
     assert [(f["first"], f["rows"]) for f in batches["window"]] == [(10, 35)]
     assert [(f["first"], f["rows"]) for f in batches["window past the end"]] == [(50, 60 + 7 - 50)]
@@ -253,6 +253,6 @@ def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Pa
     assert counter(metrics, "vllm:hidden_states_records_written") == 17
     assert counter(metrics, "vllm:hidden_states_records_failed") == 1
     assert len(record_scenarios.files(tmp_path / "records")) == 17
-    # A server waits 0 s for its engine unless told otherwise: what a kill left behind is for the next engine to remove.
+    # By default a server kills its engine at once; what that leaves behind is removed by the next engine's storage.
     Storage(tmp_path / "records").close()
     assert not list((tmp_path / "records").glob(".writing-run-*"))

@@ -1,6 +1,6 @@
-"""The faults of vLLM's own extraction that ours must not have, on running engines, by their numbers in the list.
+"""The faults of vLLM's own extraction (`docs/host_faults.md`) that ours must not have, on running engines.
 
-Faults 4 and 10 are in `tests/unit/test_extraction_plan.py`, 7 in `tests/unit/test_store.py`.
+Those of its configuration are in `tests/unit/test_extraction_plan.py`, of its memory in `tests/unit/test_store.py`.
 """
 
 from typing import Any
@@ -30,24 +30,24 @@ def decode(path: str, mode: str = "on", engine: dict[str, Any] | None = None, **
 
 
 def test_vllm_itself_refuses_models_without_the_eagle3_interface() -> None:
-    """Fault 2; that ours takes them is in `tests/extraction/test_rows.py`."""
+    """That ours takes them is in `tests/extraction/test_rows.py`."""
     with pytest.raises(ChildFailedError, match="Model does not support EAGLE3 interface"):
         decode(TINY, mode="upstream")
 
 
 def test_nothing_is_drafted_and_a_step_makes_a_token(llama: str) -> None:
-    """Fault 3: a draft that is never right, and a position verified for nothing."""
+    """vLLM hands back a draft that is never right, and verifies its position for nothing."""
     ours, host = decode(llama), decode(llama, mode="upstream")
     assert ours["proposer"] == "proposers.hidden_states.extractor.ExtractHiddenStatesProposer"
     assert host["proposer"] == "vllm.v1.spec_decode.extract_hidden_states.ExtractHiddenStatesProposer"
     drafted = [r["metrics"]["spec_decode_num_draft_tokens"] for r in (ours, host)]
     assert drafted[0] == 0 < drafted[1]
-    # Both requests in every step: the prompts, then a position each.
+    # The first step has both prompts, and each step after it a position of each request.
     assert ours["num_tokens"] == [sum(map(len, PROMPTS))] + [2] * (NEW_TOKENS - 1)
     assert max(host["num_tokens"][1:]) == 4
 
 
-# Requests that all have a top-k, in steps without a draft, are what kills vLLM's rejection sampler on the CPU.
+# vLLM's rejection sampler crashes on the CPU in steps without a draft whose requests all have a top-k.
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 5, "seed": 1}], ids=["greedy", "top-k"])
 def test_generation_is_what_it_is_without_extraction(sampling: dict[str, Any], llama: str) -> None:
     plain = decode(llama, mode="off", engine={}, **sampling)
@@ -63,7 +63,7 @@ def test_blocks_are_copied_with_their_rows(llama: str) -> None:
 
 
 def test_of_tensor_parallel_ranks_the_first_keeps_the_rows_and_all_have_as_many_blocks() -> None:
-    """Fault 7: hidden states are the same on every rank, and one copy will do."""
+    """Hidden states are the same on every rank, so one copy will do."""
     engine = {**extract([6, 2]), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     found = run(extraction_scenarios.ranks, engine, env=env, prompt=PROMPTS[0]).value

@@ -79,7 +79,7 @@ def test_the_last_hidden_state_is_the_one_that_the_consumers_head_wants(exported
     norm = FinalNorm(TINY)
     head = load_file(f"{TINY}/model.safetensors")["lm_head.weight"].float()
     for sample in samples(consumer, out):
-        # speculators norms it itself; the others go on with the head.
+        # speculators applies the final norm itself; the other consumers apply the head to what they read.
         last = norm(sample["last"]) if consumer == "speculators" else sample["last"]
         predicted = (last @ head.T).argmax(-1)
         output = slice(-8, -1)  # greedy output: what a row predicts is the token after it

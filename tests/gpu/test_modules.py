@@ -9,7 +9,7 @@ def test_modules_of_fewer_launches_compute_what_the_hosts_do() -> None:
     engine = ENGINE_ON_CUDA | mtp(3, attention_backend="TRITON_ATTN")
     value = run(scenarios.modules_against_the_hosts, engine, as_with_kernels=False).value
     assert value["fused"]
-    # The first one has six heads, and with as many gates rows would not lie on 16 bytes.
+    # The first one has six heads: with six gates beside them rows would not be aligned to 16 bytes.
     assert value["one GEMM"] == [False, True, True]
     assert value["wanted rows"][-1] < value["rows"][-1] / 3
     assert max(value["largest"]) < 1e-4, value["largest"]

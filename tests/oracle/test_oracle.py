@@ -21,7 +21,7 @@ def model() -> DenseModel:
     return DenseModel(MODEL)
 
 
-# Nothing wrong.
+# Passes of ours, in which the oracle has to find nothing wrong.
 
 EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the end", "two block sizes", "unpadded"]
 
@@ -171,7 +171,7 @@ def test_schedules_are_drawn_for_every_engine_before_any_gets_two() -> None:
     assert sum(number for _, number in draw_setups(random.Random(0), 200)) == 200
 
 
-# It bites.
+# Known faults, which the oracle has to see.
 
 
 FAULTS = (

@@ -209,7 +209,7 @@ def aborted(llm: LLM, root: str) -> dict[str, Any]:
     for _ in range(3):
         engine.step()
     engine.abort_request(["decode0"])
-    # As many as the cache holds only at first; the last to come is preempted when the others grow.
+    # The cache holds all of them at first; when they grow, the last to come is preempted.
     add("crowd", *[60] * 6, max_tokens=120)
     while not any(r.num_preemptions for r in requests().values()):
         engine.step()

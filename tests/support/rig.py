@@ -292,7 +292,7 @@ def make_rig(
     _use_cpu_kernels()
     for module, spec in enumerate(specs):
         add_layer(config, layer_name(module), spec)
-    # Of the config alone: no other rank is started.
+    # The config alone says so: no other rank is started.
     config.parallel_config.data_parallel_size = data_parallel_size
     with set_current_vllm_config(config):
         proposer: Any = proposer_class(config, CPU)

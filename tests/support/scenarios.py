@@ -170,7 +170,7 @@ def choices(llm: LLM) -> dict[str, Any]:
     tokenizer = llm.get_tokenizer()
     plain = greedy(llm, [text], 32)[0]
     result: dict[str, Any] = {"plain": plain, "stop token": [], "stop string": []}
-    # Whatever a step verifies at once, one of eight neighbouring tokens lies in the middle of it.
+    # A step verifies fewer than eight tokens, so one of eight neighbouring ones lies in the middle of a step.
     for i in range(8, 16):
         params = SamplingParams(temperature=0, max_tokens=32, stop_token_ids=[plain[i]], ignore_eos=True)
         output = generate(llm, [text], params)[0].outputs[0]
@@ -188,7 +188,7 @@ def choices(llm: LLM) -> dict[str, Any]:
 
 def samples(llm: LLM, count: int, temperature: float) -> dict[str, Any]:
     """First tokens of many seeded generations of one prompt."""
-    # Of the held-out prompts, one whose continuation is neither certain nor anyone's guess.
+    # Of the held-out prompts, one whose continuation is neither certain nor close to uniform.
     prompt = held_out_prompts(llm.get_tokenizer(), 4, 40)[3]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)
@@ -211,7 +211,7 @@ def by_seed(llm: LLM, prompt: list[int], temperature: float, count: int = 24) ->
     seeds: list[int | None] = list(range(count))
     return {
         "requests": draw(seeds),
-        # Others are beside each of them, and each is at another place in the batch.
+        # In another order and with ten more: each request has another index in the batch, and other neighbours.
         "requests, reversed": draw([*seeds, *range(100, 110)][::-1])[::-1][:count],
         "process": draw_after(5),
         "process again": draw_after(5),

@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
-    # Its layers hand on a residual that nobody adds.
+    # Its layers return a residual that is not to be added to the hidden states.
     "cohere": ("CohereConfig", {"logit_scale": 1.0}),
     # Short convolutions and full attention.
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "conv_dim": 64, "block_dim": 64}),

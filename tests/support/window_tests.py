@@ -27,7 +27,7 @@ class Story:
     state: CachedRequestState
     tokens: list[int]
     computed: int = 0
-    # The history must have the rows from here on, where the request last began, or was resumed.
+    # Where the request last began or was resumed: the history must have the rows from there on.
     known_from: int = 0
     rejected: int = field(default=0)
 
@@ -56,7 +56,7 @@ def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> t
             positions.append(position)
         lens.append(length)
         seq_lens.append(story.computed + length)
-        # Under asynchronous scheduling the host's bound counts in what the step before may have had rejected.
+        # Under asynchronous scheduling the host's bound includes drafts of the step before that were rejected.
         upper.append(seq_lens[-1] + (0 if chunk else rng.randrange(4)))
     query_start_loc = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
     cad = CommonAttentionMetadata(
@@ -87,8 +87,8 @@ def check_window(window: Window, stories: list[Story], lens: list[int], depth: i
         last = story.computed + length - 1 - story.rejected
         rows = range(starts[request], starts[request + 1])
         written = {int(window.seq_positions[row]): row for row in rows if window.seq_positions[row] >= 0}
-        # A row before these was final after the last pass, whatever was rejected; more than is asked for may come where
-        # a step has rows to spare, or a prefix hit ends where the history still has rows from before.
+        # Rows before these were final after the last pass, whatever was rejected. More may come where a step has room
+        # for them, or where a prefix hit ends at rows that the history still has.
         asked = range(max(min(story.computed, last - depth), story.known_from), last + 1)
         assert set(asked) <= written.keys() <= set(range(story.computed - depth, last + 1))
         for position, row in written.items():
@@ -98,7 +98,7 @@ def check_window(window: Window, stories: list[Story], lens: list[int], depth: i
             assert int(window.positions[row]) == position
         assert int(window.last_rows[request]) == written[last]
         assert int(window.last_positions[request]) == last
-        # The attention backend takes the rows for the last ones of a sequence of `seq_lens` tokens.
+        # To the attention backend the rows are the last ones of a sequence of `seq_lens` tokens.
         assert int(window.cad.seq_lens[request]) - len(rows) + (written[last] - rows[0]) == last
         assert len(rows) <= max(lens[request], depth + 1)
     assert window.cad.num_actual_tokens == window.num_rows == starts[-1]

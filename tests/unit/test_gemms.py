@@ -48,7 +48,7 @@ def by_another_weight(pair: Pair) -> None:
 
 
 def into_one_buffer_elsewhere(pair: Pair) -> None:
-    # As trainers do that keep all weights in one. In between lies another's.
+    # As trainers do that keep all weights in one buffer; the weight of another layer lies in between.
     flat = torch.randn(100, INPUT)
     pair.first.weight.data, pair.second.weight.data = flat[:48], flat[60:68]
 
