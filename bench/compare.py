@@ -3,16 +3,26 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import (
+    add_engine_argument,
+    add_json_argument,
+    add_prompt_arguments,
+    add_speculative_argument,
+    numbers,
+    parse_modes,
+)
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
+from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
-from bench.workers.compare import PROPOSERS_MODE
+from bench.tables import table
+from bench.workers.compare import MODES
 
 SCHEMA = "vllm-mtp-proposers/compare/1"
 
@@ -24,18 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> 
     )
     parser.add_argument("--modes", default="none,upstream,ours", help="of none, upstream, ours")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
-    parser.add_argument("--batch", default="1,4", help="batch sizes, separated by commas")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts per run, from the held-out files")
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=96)
+    parser.add_argument("--batch", type=numbers, default="1,4", help="batch sizes, separated by commas")
+    add_prompt_arguments(parser)
     parser.add_argument("--runs", type=int, default=3, help="repetitions of every batch size in each process")
     parser.add_argument(
         "--by-turns", action="store_true", help="all modes' engines at once, and a run of each by turns"
     )
     parser.add_argument("--dtype", default="float32", help="float32 makes lossless mean equal to the bit")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
-    parser.add_argument("--speculative-config", type=json.loads, default={}, help="further entries, as a JSON object")
-    parser.add_argument("--json", type=Path, help="file for the result")
+    add_engine_argument(parser)
+    add_speculative_argument(parser)
+    add_json_argument(parser)
     parser.add_argument("--plot", type=Path, help="PNG file for acceptance and step time, side by side")
 
 
@@ -49,50 +57,46 @@ def run(args: argparse.Namespace) -> int:
 def write_outputs(result: dict[str, Any], args: argparse.Namespace) -> None:
     write_record(result, args.json)
     if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(result, args.plot)
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
     """Runs every mode and returns the record that `--json` writes.
 
+    Args:
+        begins: is told which part begins: "engines", "runs", where the modes run by turns, and "reference".
+
     Raises:
-        ValueError: a mode that doesn't exist.
+        ValueError: a mode that doesn't exist, or a plot that can't be drawn.
         RuntimeError: a mode's process failed; the message ends with the end of its log.
     """
-    modes = parse_modes(args.modes, PROPOSERS_MODE)
+    modes = parse_modes(args.modes, MODES)
+    check_plot(args.plot)
     from transformers import AutoTokenizer
 
-    spec = {
-        "model": args.model,
+    settings = {
+        "model": without_folder(args.model),
         "k": args.k,
-        "batches": [int(x) for x in args.batch.split(",")],
+        "batches": args.batch,
         "prompt_tokens": args.prompt_tokens,
         "output_tokens": args.output_tokens,
         "runs": args.runs,
         "dtype": args.dtype,
         "engine": args.engine,
         "speculative_config": args.speculative_config,
-        "prompts": held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens),
+        "num_prompts": args.prompts,
+        "by_turns": args.by_turns,
     }
-    architecture = json.loads(Path(args.model, "config.json").read_text()).get("architectures", [None])[0]
-    settings = {key: value for key, value in spec.items() if key != "prompts"}
-    settings |= {"model": without_folder(args.model), "num_prompts": args.prompts, "by_turns": args.by_turns}
-    specs = [{**spec, "mode": mode} for mode in modes]
-    raw = dict(zip(modes, run_modes(specs, by_turns=args.by_turns), strict=True))
+    prompts = held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens)
+    specs = [{**settings, "model": args.model, "prompts": prompts, "mode": mode} for mode in modes]
+    begins("engines")
+    results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
+    raw = dict(zip(modes, results, strict=True))
+    begins("reference")
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
-    entries = {mode: summarise(raw[mode], spec["batches"]) for mode in modes}
-    lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
-    for mode, entry in entries.items():
-        if mode != "none" and architecture == "Step3p5ForCausalLM":
-            if hashes[mode] not in lengths:
-                print(f"{mode}: computing what exact drafts would reach", file=sys.stderr, flush=True)
-                streams = list(zip(spec["prompts"], raw[mode]["token_ids"], strict=True))
-                reference = reference_acceptance(Path(args.model), streams, args.k)
-                lengths[hashes[mode]] = reference["acceptance_length"]
-            length = lengths[hashes[mode]]
-            entry["reference_acceptance_length"] = round(length, 4)
-            entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / length, 4)
+    entries = {mode: summarise(raw[mode], args.batch) for mode in modes}
+    if has_reference(args.model):
+        add_reference({mode: entry for mode, entry in entries.items() if mode != "none"}, raw, prompts, args)
     return {
         "schema": SCHEMA,
         "environment": describe_environment(),
@@ -104,19 +108,30 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse_modes(text: str, known: Iterable[str]) -> list[str]:
-    """Raises `ValueError` for a mode that doesn't exist."""
-    modes = text.split(",")
-    if unknown := set(modes) - set(known):
-        raise ValueError(f"--modes has {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
-    return modes
+def has_reference(model: str) -> bool:
+    """Whether `reference_acceptance` knows the checkpoint's architecture."""
+    config = json.loads(Path(model, "config.json").read_text())
+    return config.get("architectures", [None])[0] == "Step3p5ForCausalLM"
+
+
+def add_reference(
+    entries: dict[str, Any], raw: dict[str, Any], prompts: list[list[int]], args: argparse.Namespace
+) -> None:
+    """Adds, to every mode that drafts, what exact drafts would have reached on the tokens that it gave."""
+    lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
+    for mode, entry in entries.items():
+        key = raw[mode]["output_sha256"]
+        if key not in lengths:
+            print(f"{mode}: computing what exact drafts would reach", file=sys.stderr, flush=True)
+            streams = list(zip(prompts, raw[mode]["token_ids"], strict=True))
+            lengths[key] = reference_acceptance(Path(args.model), streams, args.k)["acceptance_length"]
+        entry["reference_acceptance_length"] = round(lengths[key], 4)
+        entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / lengths[key], 4)
 
 
 def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
-    """One mode's entry: figures by batch size, acceptance over all runs."""
+    """One mode's entry of the record, from its worker's result: figures by batch size, acceptance over all runs."""
     by_batch = {batch: [run for run in raw["runs"] if run["batch"] == batch] for batch in batches}
-    drafts, accepted = raw["num_drafts"], raw["num_accepted_per_position"]
-    reached = [drafts, *accepted[:-1]]
     return {
         "runner": raw["runner"],
         "proposer": raw["proposer"],
@@ -128,80 +143,66 @@ def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
             str(batch): quartiles([ms for run in runs for ms in run["step_ms"]]) for batch, runs in by_batch.items()
         },
         "yardstick_ms": quartiles([ms for run in raw["runs"] for ms in run["yardstick_ms"]]),
-        "acceptance_length": round(1 + sum(accepted) / drafts, 4) if drafts else 1.0,
-        # Position i counts if all before it were accepted too.
-        "acceptance_per_position": [round(count / drafts, 4) for count in accepted] if drafts else [],
-        "acceptance_conditional": [
-            round(count / before, 4) if before else None for count, before in zip(accepted, reached, strict=True)
-        ]
-        if drafts
-        else [],
+        **summarise_acceptance(raw["num_drafts"], raw["num_accepted_per_position"]),
         "output_sha256": raw["output_sha256"],
         "runs": [run | {name: quartiles(run[name]) for name in ("step_ms", "yardstick_ms")} for run in raw["runs"]],
     }
 
 
+def summarise_acceptance(drafts: int, accepted: list[int]) -> dict[str, Any]:
+    """Shares of accepted drafts, of so many draft passes that accepted so many drafts at each position."""
+    if not drafts:
+        return {"acceptance_length": 1.0, "acceptance_per_position": [], "acceptance_conditional": []}
+    reached = [drafts, *accepted[:-1]]  # a position counts if all before it were accepted too
+    return {
+        "acceptance_length": round(1 + sum(accepted) / drafts, 4),
+        "acceptance_per_position": [round(count / drafts, 4) for count in accepted],
+        "acceptance_conditional": [
+            round(count / before, 4) if before else None for count, before in zip(accepted, reached, strict=True)
+        ],
+    }
+
+
 def format_table(result: dict[str, Any]) -> str:
     modes = result["modes"]
-    rows = [["", *modes]]
-    rows.append(["proposer", *(entry["proposer"] or "-" for entry in modes.values())])
+    rows = [["", *modes], ["proposer", *(entry["proposer"] or "-" for entry in modes.values())]]
     for batch in map(str, result["settings"]["batches"]):
-        speeds = {mode: entry["output_tokens_per_s"][batch]["median"] for mode, entry in modes.items()}
-        base = speeds.get("none")
-        rows.append(
-            [
-                f"tokens/s, batch {batch}",
-                *(f"{speed:.0f}" + (f"  ({speed / base:.2f}x)" if base else "") for speed in speeds.values()),
-            ]
-        )
+        rows.append([f"tokens/s, batch {batch}", *format_speeds(modes, batch)])
         rows.append([f"step ms, batch {batch}", *(show_quartiles(entry["step_ms"][batch]) for entry in modes.values())])
     rows.append(["the host: yardstick ms", *(show_quartiles(entry["yardstick_ms"]) for entry in modes.values())])
     rows.append(["acceptance length", *(f"{entry['acceptance_length']:.3f}" for entry in modes.values())])
-    rows.append(
-        [
-            "accepted by position",
-            *(" ".join(f"{x:.3f}" for x in entry["acceptance_per_position"]) or "-" for entry in modes.values()),
-        ]
-    )
+    by_position = (" ".join(f"{x:.3f}" for x in entry["acceptance_per_position"]) for entry in modes.values())
+    rows.append(["accepted by position", *(shares or "-" for shares in by_position)])
     if any("acceptance_vs_reference" in entry for entry in modes.values()):
         ratios = (entry.get("acceptance_vs_reference") for entry in modes.values())
         rows.append(["of exact drafts'", *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
     return "\n".join([table(rows), f"lossless: {json.dumps(result['lossless'])}"])
 
 
-def table(rows: list[list[str]]) -> str:
-    """Columns as wide as they need to be, and a rule below the first row."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(max(lines, key=len)), *lines[1:]])
+def format_speeds(modes: dict[str, Any], batch: str) -> list[str]:
+    """A cell for each mode: tokens per second and, where `none` has run, the ratio to its own."""
+    speeds = {mode: entry["output_tokens_per_s"][batch]["median"] for mode, entry in modes.items()}
+    base = speeds.get("none")
+    return [f"{speed:.0f}" + (f"  ({speed / base:.2f}x)" if base else "") for speed in speeds.values()]
+
+
+COLOURS = ("#888888", "#d98c3f", "#2f6fb0")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Acceptance per position and step time of each mode."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    batches = [str(batch) for batch in result["settings"]["batches"]]
-    colours = dict(zip(result["modes"], ("#888888", "#d98c3f", "#2f6fb0"), strict=False))
-    width = 0.8 / len(result["modes"])
-    for i, (mode, entry) in enumerate(result["modes"].items()):
-        accepted = entry["acceptance_per_position"]
-        if accepted:
+    figure, ((left, right),) = make_figure(1, 2, (10, 4))
+    modes, batches = result["modes"], [str(batch) for batch in result["settings"]["batches"]]
+    for i, (mode, entry) in enumerate(modes.items()):
+        if accepted := entry["acceptance_per_position"]:
             label = f"{mode}, length {entry['acceptance_length']:.2f}"
-            left.plot(range(1, len(accepted) + 1), accepted, marker="o", color=colours[mode], label=label)
-        places = [j + (i - (len(result["modes"]) - 1) / 2) * width for j in range(len(batches))]
+            left.plot(range(1, len(accepted) + 1), accepted, marker="o", color=COLOURS[i], label=label)
         steps = [entry["step_ms"][batch] for batch in batches]
-        medians = [s["median"] for s in steps]
-        spread = [[s["median"] - s["q1"] for s in steps], [s["q3"] - s["median"] for s in steps]]
-        right.bar(places, medians, width, yerr=spread, capsize=3, color=colours[mode], label=mode)
+        Bars(right, i, len(modes)).draw_quartiles(steps, color=COLOURS[i], label=mode)
     left.set(xlabel="draft position", ylabel="share accepted", ylim=(0, 1), title="Acceptance")
     left.set_xticks(range(1, result["settings"]["k"] + 1))
     right.set(xlabel="batch", ylabel="ms", title="Step time, median and quartiles")
     right.set_xticks(range(len(batches)), batches)
     for axes in (left, right):
         axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    save(figure, path)

@@ -1,17 +1,20 @@
 """What a drafting pass costs: its time against batch, number of drafts, KV cache groups, modules and prompt rows."""
 
 import argparse
-import importlib.util
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import add_json_argument, numbers
 from bench.environment import describe_environment, write_record
+from bench.plots import check_plot, make_figure, save
 from bench.processes import run_mode
+from bench.shapes import TinyConfig
 from bench.spread import show_quartiles
+from bench.tables import markdown
 
 SCHEMA = "vllm-mtp-proposers/cost/1"
 
@@ -30,7 +33,6 @@ MORE_DRAFTS = {(1, 1): (3,), (3, 3): (1, 2, 6)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    numbers: Callable[[str], list[int]] = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--modules", type=numbers, default=[1, 2, 3], help="numbers of modules, of 1 to 3")
     parser.add_argument("--groups", type=numbers, default=[1, 2, 3], help="numbers of KV cache groups, up to modules")
     parser.add_argument("--k", type=numbers, help="num_speculative_tokens (default: as many as modules, and some more)")
@@ -43,18 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", type=json.loads, default={"enforce_eager": True}, help="engine arguments, as a JSON object"
     )
-    parser.add_argument("--json", type=Path, help="file for the result")
+    add_json_argument(parser)
     parser.add_argument("--plot", type=Path, help="SVG or PNG file for the curves")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("--plot needs matplotlib: pip install '.[bench]', or leave the plot out.")
+    check_plot(args.plot)
     result = measure(args)
     print(format_tables(result))
     write_record(result, args.json)
     if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(result["points"], args.plot)
     return 0
 
@@ -66,8 +66,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: nothing is left to measure.
         RuntimeError: a process failed, or the engine made other KV cache groups than those asked for.
     """
-    from tools.tiny_model import TinyConfig
-
     drafts = list(choose_drafts(args))
     if not drafts:
         raise ValueError(
@@ -110,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_drafts(args: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
-    """Modules, groups and K of each engine."""
+    """Yields the number of modules, of KV cache groups and of drafts (K) of each engine that is to be measured."""
     for modules, groups in LAYERS:
         if modules in args.modules and groups in args.groups:
             usual = (modules, *MORE_DRAFTS.get((modules, groups), ()))
@@ -131,60 +129,48 @@ def _format_table(points: list[dict[str, Any]], kind: str, size: str, label: str
     points = [point for point in points if point["kind"] == kind]
     sizes = sorted({point[size] for point in points})
     heads = ["modules", "groups", "K", "forwards", *(["rows a request"] if kind == "decode" else [])]
-    lines = ["| " + " | ".join([*heads, *(f"ms, {label.format(n)}" for n in sizes)]) + " |"]
-    lines.append("|" + "---|" * (len(heads) + len(sizes)))
-    for draft in sorted({(point["modules"], point["groups"], point["k"]) for point in points}):
-        of_draft = {point[size]: point for point in points if (point["modules"], point["groups"], point["k"]) == draft}
+    rows = [[*heads, *(f"ms, {label.format(n)}" for n in sizes)]]
+    for draft in sorted({_draft_of(point) for point in points}):
+        of_draft = {point[size]: point for point in points if _draft_of(point) == draft}
         some = next(iter(of_draft.values()))
-        cells = [*map(str, draft), str(some["forwards"])]
-        cells += [f"{some['rows'] / some['batch']:g}"] if kind == "decode" else []
-        cells += [show_quartiles(of_draft[n]["ms"]) if n in of_draft else "-" for n in sizes]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        row = [*map(str, draft), str(some["forwards"])]
+        row += [f"{some['rows'] / some['batch']:g}"] if kind == "decode" else []
+        rows.append(row + [show_quartiles(of_draft[n]["ms"]) if n in of_draft else "-" for n in sizes])
+    return markdown(rows)
+
+
+def _draft_of(point: dict[str, Any]) -> tuple[int, int, int]:
+    return point["modules"], point["groups"], point["k"]
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
     """Pass time against batch by modules, by groups and by drafts, and against the rows of a prompt."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    most = max((point["modules"], point["groups"]) for point in points)
+    modules, groups = max((point["modules"], point["groups"]) for point in points)
     usual = [point for point in points if point["k"] == point["modules"]]
-    panels = (
-        ("Modules, in one group", "decode", "batch", "modules", [p for p in usual if p["groups"] == 1]),
-        (
-            f"KV cache groups of {most[0]} modules",
-            "decode",
-            "batch",
-            "groups",
-            [p for p in usual if p["modules"] == most[0]],
-        ),
-        (
-            f"Drafts a step, {most[0]} modules",
-            "decode",
-            "batch",
-            "k",
-            [p for p in points if (p["modules"], p["groups"]) == most],
-        ),
-        ("A prompt, in one group", "prompt", "rows", "modules", [p for p in usual if p["groups"] == 1]),
-    )
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    for panel, (title, kind, size, curve, chosen) in zip(axes.flat, panels, strict=True):
-        chosen = [point for point in chosen if point["kind"] == kind]
-        for value in sorted({point[curve] for point in chosen}):
-            of_curve = sorted((p for p in chosen if p[curve] == value), key=lambda point: point[size])
-            sizes = [point[size] for point in of_curve]
-            low, middle, high = ([point["ms"][name] for point in of_curve] for name in ("q1", "median", "q3"))
-            label = f"K = {value}" if curve == "k" else f"{value} {curve if value > 1 else curve[:-1]}"
-            (line,) = panel.plot(sizes, middle, marker="o", label=label)
-            panel.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        panel.set(title=title, xlabel=size, ylabel="ms a pass", ylim=(0, None), xscale="log")
-        ticks = sorted({point[size] for point in chosen})
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
-        panel.set_xticks([], minor=True)
-        panel.spines[["top", "right"]].set_visible(False)
-        if chosen:
-            panel.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    in_one_group = [point for point in usual if point["groups"] == 1]
+    all_modules = [point for point in usual if point["modules"] == modules]
+    any_k = [point for point in points if _draft_of(point)[:2] == (modules, groups)]
+    figure, axes = make_figure(2, 2, (10, 7))
+    _draw_curves(axes[0, 0], "Modules, in one group", in_one_group, "decode", "batch", "modules")
+    _draw_curves(axes[0, 1], f"KV cache groups of {modules} modules", all_modules, "decode", "batch", "groups")
+    _draw_curves(axes[1, 0], f"Drafts a step, {modules} modules", any_k, "decode", "batch", "k")
+    _draw_curves(axes[1, 1], "A prompt, in one group", in_one_group, "prompt", "rows", "modules")
+    save(figure, path)
+
+
+def _draw_curves(axes: Any, title: str, points: list[dict[str, Any]], kind: str, size: str, curve: str) -> None:
+    """Draws the points of one kind against `size`: a curve for each value of `curve`, in a band of its quartiles."""
+    points = sorted((point for point in points if point["kind"] == kind), key=lambda point: point[size])
+    for value in sorted({point[curve] for point in points}):
+        of_curve = [point for point in points if point[curve] == value]
+        sizes = [point[size] for point in of_curve]
+        low, middle, high = ([point["ms"][name] for point in of_curve] for name in ("q1", "median", "q3"))
+        label = f"K = {value}" if curve == "k" else f"{value} {curve if value > 1 else curve[:-1]}"
+        (line,) = axes.plot(sizes, middle, marker="o", label=label)
+        axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(title=title, xlabel=size, ylabel="ms a pass", ylim=(0, None), xscale="log")
+    ticks = sorted({point[size] for point in points})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+    if points:
+        axes.legend(frameon=False)

@@ -1,22 +1,20 @@
 """What it costs to extract hidden states, and whether every row is right, beside vLLM's extraction and none."""
 
 import argparse
-import importlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.compare import parse_modes, table
+from bench.arguments import add_engine_argument, add_json_argument, add_prompt_arguments, parse_modes
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
-from bench.reference.acceptance import ROOT
 from bench.spread import quartiles, show_quartiles
-from bench.workers.compare import random_prompts
+from bench.tables import table
+from bench.workers.engine import random_prompts
 from bench.workers.extract import MODES, is_ours
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
@@ -32,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", required=True, help="layer ids, separated by commas; N is the last layer's output")
     parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts per run, from the held-out files")
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=96)
+    add_prompt_arguments(parser)
     parser.add_argument("--runs", type=int, default=3, help="repetitions in each process")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of each mode, by turns")
     parser.add_argument(
@@ -46,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="and random prompts: the folder needs a config.json alone, and of records only the token ids are checked",
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
+    add_engine_argument(parser)
     parser.add_argument("--storage", type=Path, help="where to write; a temporary folder if not given")
-    parser.add_argument("--json", type=Path, help="file for the result")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,6 +67,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     modes = parse_modes(args.modes, MODES)
     config = json.loads(Path(args.model, "config.json").read_text())
     config = config.get("text_config", config)
+    environment = describe_environment()
     spec = {
         "model": args.model,
         "layer_ids": parse_layers(args.layers, config["num_hidden_layers"]),
@@ -81,9 +78,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "dummy_weights": args.dummy_weights,
         "engine": args.engine,
-        "platform": (environment := describe_environment())["platform"],
+        "platform": environment["platform"],
     }
-    prompts = find_prompts(args, config)
+    spec["prompts"] = find_prompts(args, config)
+    raw, errors = run_rounds(modes, spec, args)
+    entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
+    for entry in entries.values():
+        add_overhead(entry, entries.get("none"))
+    settings = {key: value for key, value in spec.items() if key != "prompts"}
+    settings |= {"model": without_folder(args.model), "num_prompts": args.prompts}
+    return {
+        "schema": SCHEMA,
+        "environment": environment,
+        "settings": settings | {"rounds": args.rounds, "by_turns": args.by_turns},
+        "config": config,
+        "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
+    }
+
+
+def run_rounds(
+    modes: list[str], spec: dict[str, Any], args: argparse.Namespace
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """The results of each mode's processes, and the error of `upstream` where it can't run by itself.
+
+    Raises:
+        RuntimeError: another process failed.
+    """
     raw: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     errors: dict[str, str] = {}
     together = [modes] if args.by_turns else [[mode] for mode in modes]
@@ -91,28 +111,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if errors.keys() & set(group):
             continue
         try:
-            for mode, done in zip(group, run_group(group, spec | {"prompts": prompts}, args), strict=True):
+            for mode, done in zip(group, run_group(group, spec, args), strict=True):
                 raw[mode].append(done)
         except RuntimeError as error:
             if group != ["upstream"]:
                 raise
             errors["upstream"] = reason(str(error))
-    entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
-    for entry in entries.values():
-        add_overhead(entry, entries.get("none"))
-    return {
-        "schema": SCHEMA,
-        "environment": environment,
-        "settings": spec
-        | {"model": without_folder(args.model), "num_prompts": args.prompts}
-        | {"rounds": args.rounds, "by_turns": args.by_turns},
-        "config": config,
-        "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
-    }
+    return raw, errors
 
 
 def find_prompts(args: argparse.Namespace, config: dict[str, Any]) -> list[list[int]]:
-    """From the held-out files, or random ones where there is no tokenizer."""
+    """Token ids of `args.prompts` prompts, from the held-out files, or random where the model has no tokenizer."""
     if args.dummy_weights:
         return random_prompts(config["vocab_size"], args.prompts, args.prompt_tokens)
     from transformers import AutoTokenizer
@@ -136,18 +145,24 @@ def run_group(group: list[str], spec: dict[str, Any], args: argparse.Namespace) 
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
-    """Raises `ValueError` for what is neither a number nor N."""
+    """Layer ids, separated by commas; N is the number of layers. Raises `ValueError` for anything else."""
     return [num_layers if part == "N" else int(part) for part in text.split(",")]
 
 
 def reason(message: str) -> str:
-    """The last error of a log, without the address of its process."""
+    """The last line of a log that names an error, without the process id that vLLM puts before it."""
     lines = [line for line in message.splitlines() if "Error" in line]
     return lines[-1].split(") ", 1)[-1] if lines else message.splitlines()[-1]
 
 
 def check_rows(answers: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, int]:
-    """Compares every row of every layer of the records with the dense reference, if there is one."""
+    """Compares every row of every layer of the records with the dense reference.
+
+    With dummy weights only the token ids are compared: the reference reads a checkpoint.
+
+    Returns:
+        `rows`, and of those `rows_wrong`.
+    """
     from proposers.hidden_states import load
 
     rows = wrong = 0
@@ -183,10 +198,11 @@ def load_any(path: str, load: Callable[[str], Any]) -> tuple[Any, list[int]]:
 
 @cache
 def reference(model: str) -> Callable[[tuple[int, ...]], Any]:
-    """Token ids to `[T, N + 1, H]` in float32, computed without the engine; equal sequences once."""
-    sys.path.insert(0, str(ROOT))  # the reference lives with the tests, which are not installed
-    dense = importlib.import_module("tests.support.extraction").dense(model)
-    return cache(lambda tokens: dense(list(tokens)))
+    """`residual_stream_of` the model, as a function of a tuple, which computes equal sequences once."""
+    from bench.reference.residual import residual_stream_of
+
+    residual_stream = residual_stream_of(model)
+    return cache(lambda tokens: residual_stream(list(tokens)))
 
 
 def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -212,7 +228,7 @@ def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
 
 
 def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
-    """How many times the time of `none` a token takes."""
+    """Adds how many times as long a token takes as in the mode `none`, in prefill and in decoding; None without it."""
     for part in ("prefill", "decode"):
         key = f"{part}_tokens_per_s"
         ratio = None if none is None else round(none[key]["median"] / entry[key]["median"], 4)

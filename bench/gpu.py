@@ -6,10 +6,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.compare import parse_modes
+from bench.arguments import (
+    add_engine_argument,
+    add_json_argument,
+    add_speculative_argument,
+    numbers,
+    parse_modes,
+)
 from bench.environment import describe_environment, write_record
+from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
+from bench.shapes import COMMON, layer_types
 from bench.spread import show_quartiles
+from bench.tables import markdown
 from bench.workers.gpu import MODES
 
 SCHEMA = "vllm-mtp-proposers/gpu/1"
@@ -24,14 +33,14 @@ KV_ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # a token's in one layer, bfloat16
 
 
 def make_config(num_layers: int) -> dict[str, Any]:
-    """A Step-3.5 of so many layers and three modules: every fourth has full attention, all past the third experts."""
+    """The `config.json` of a Step-3.5 with three modules.
+
+    Every fourth layer has full attention, and the target's layers past the third have experts.
+    """
     total = num_layers + NUM_MODULES
-    full = [i % 4 == 0 for i in range(total)]
+    sliding = [i % 4 != 0 for i in range(total)]
     heads = {"num_attention_groups": KV_HEADS, "head_dim": HEAD_DIM}
-    return {
-        "architectures": ["Step3p5ForCausalLM"],
-        "model_type": "step3p5",
-        "dtype": "bfloat16",
+    return COMMON | {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 4096,
         "intermediate_size": 11264,
@@ -41,15 +50,13 @@ def make_config(num_layers: int) -> dict[str, Any]:
         "num_key_value_heads": KV_HEADS,
         **heads,
         "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96, **heads},
-        "layer_types": ["full_attention" if is_full else "sliding_attention" for is_full in full],
-        "rope_theta": [5e6 if is_full else 1e4 for is_full in full],
-        "partial_rotary_factors": [0.5 if is_full else 1.0 for is_full in full],
+        "layer_types": layer_types(sliding),
+        "rope_theta": [1e4 if is_sliding else 5e6 for is_sliding in sliding],
+        "partial_rotary_factors": [1.0 if is_sliding else 0.5 for is_sliding in sliding],
         "sliding_window": SLIDING_WINDOW,
         "max_position_embeddings": 65536,
         "max_seq_len": 65536,
         "rms_norm_eps": 1e-5,
-        "use_head_wise_attn_gate": True,
-        "use_moe": True,
         "moe_layers_enum": ",".join(map(str, range(3, num_layers))),
         "moe_num_experts": NUM_EXPERTS,
         "moe_top_k": TOP_K,
@@ -57,12 +64,6 @@ def make_config(num_layers: int) -> dict[str, Any]:
         "share_expert_dim": 1280,
         "moe_router_activation": "sigmoid",
         "moe_router_scaling_factor": 3.0,
-        "norm_expert_weight": True,
-        "use_moe_router_bias": True,
-        "need_fp32_gate": True,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
     }
 
 
@@ -70,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--layers", type=int, default=8, help="of the target")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
-    parser.add_argument("--batch", default="1,8,32,64", help="batch sizes, separated by commas")
-    parser.add_argument("--prompt-tokens", default="256,4096", help="prompt lengths, separated by commas")
+    parser.add_argument("--batch", type=numbers, default="1,8,32,64", help="batch sizes, separated by commas")
+    parser.add_argument("--prompt-tokens", type=numbers, default="256,4096", help="prompt lengths, separated by commas")
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=10, help="repetitions after the warm-up, the batch sizes by turns")
     parser.add_argument(
@@ -82,22 +83,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance-rates", default="0.8,0.6,0.45", help="synthetic, by position, so that step times compare"
     )
-    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as a JSON object")
-    parser.add_argument("--speculative-config", type=json.loads, default={}, help="further entries, as a JSON object")
-    parser.add_argument("--json", type=Path, help="file for the result; modes that it has already are not run again")
+    add_engine_argument(parser)
+    add_speculative_argument(parser)
+    add_json_argument(parser, "; modes that it has already are not run again")
     parser.add_argument("--plot", type=Path, help="file for step time and GPU time by batch")
 
 
 def run(args: argparse.Namespace) -> int:
+    result = measure(args)
+    print(format_table(result))
+    if args.plot:
+        draw(result, args.plot)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the modes that the record has not yet, writes it after each of them, and returns it.
+
+    Raises:
+        ValueError: there is no CUDA device, a mode doesn't exist, or the record is one of other settings.
+        RuntimeError: a mode's process failed; the message ends with the end of its log.
+    """
     modes = parse_modes(args.modes, MODES)
+    check_plot(args.plot)
     if describe_environment()["platform"] != "cuda":
         raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
     config = make_config(args.layers)
     settings = {
         "layers": args.layers,
         "k": args.k,
-        "batches": [int(x) for x in args.batch.split(",")],
-        "prompt_tokens": [int(x) for x in args.prompt_tokens.split(",")],
+        "batches": args.batch,
+        "prompt_tokens": args.prompt_tokens,
         "output_tokens": args.output_tokens,
         "runs": args.runs,
         "acceptance_rates": [float(x) for x in args.acceptance_rates.split(",")],
@@ -106,41 +122,44 @@ def run(args: argparse.Namespace) -> int:
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
     }
-    result: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "config": config, "modes": {}}
-    if args.json and args.json.exists():
-        known = json.loads(args.json.read_text())
-        if known["settings"] != settings:
-            raise ValueError(f"{args.json} holds results of other settings: name another file, or remove it.")
-        result["modes"] = known["modes"]
+    measured = read_measured(args.json, settings)
+    result = {"schema": SCHEMA, "settings": settings, "config": config, "modes": measured}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        missing = [mode for mode in modes if mode not in result["modes"]]
+        missing = [mode for mode in modes if mode not in measured]
         specs = [{**settings, "model": folder, "mode": mode} for mode in missing]
         for mode, raw in zip(missing, run_modes(specs, "bench.workers.gpu", args.by_turns), strict=True):
-            result["modes"][mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
+            measured[mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
             write_record(result, args.json)
-    print(format_table(result))
-    if args.plot:
-        draw(result, args.plot)
-    return 0
+    return result
+
+
+def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The modes of a record that is there already. Raises `ValueError` for one of other settings."""
+    if path is None or not path.exists():
+        return {}
+    known = json.loads(path.read_text())
+    if known["settings"] != settings:
+        raise ValueError(f"{path} holds results of other settings: name another file, or remove it.")
+    return known["modes"]
 
 
 def shares_of_the_device(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments under which an engine takes what it needs, where by default it takes all there is."""
-    longest = max(map(int, args.prompt_tokens.split(","))) + args.output_tokens
+    """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is."""
+    longest = max(args.prompt_tokens) + args.output_tokens
     # Twice the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
     kept = sum(rows_kept(kind, longest, 2 * SLIDING_WINDOW) for kind in config["layer_types"])
-    num_bytes = max(map(int, args.batch.split(","))) * kept * KV_ROW_BYTES * 5 // 4
+    num_bytes = max(args.batch) * kept * KV_ROW_BYTES * 5 // 4
     return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
 
 
 def rows_kept(kind: str, num_tokens: int, window: int = SLIDING_WINDOW) -> int:
-    """Rows in the KV cache of a layer for a request of so many tokens."""
+    """How many rows a layer of that kind keeps in its KV cache for a request of `num_tokens`."""
     return min(num_tokens, window) if kind == "sliding_attention" else num_tokens
 
 
 def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Adds what the bytes of a step would take: the weights that it touches and its KV cache, each read once."""
+    """Adds `floor_ms`, the time that reading a step's bytes once takes: weights that it touches, and KV cache."""
     speculates = raw["proposer"] is not None
     rows = 1 + settings["k"] if speculates else 1
     layers = config["layer_types"][: None if speculates else config["num_hidden_layers"]]
@@ -174,20 +193,25 @@ FIGURES = {  # name, and whether it is a median with quartiles
 
 
 def format_table(result: dict[str, Any]) -> str:
-    modes = result["modes"]
-    lines = []
+    modes, lines = result["modes"], []
     for length in map(str, result["settings"]["prompt_tokens"]):
-        lines += ["", f"prompt {length}", "| | batch | " + " | ".join(modes) + " |", "| --- " * (len(modes) + 2) + "|"]
-        for name, spread in FIGURES.items():
-            for batch in map(str, result["settings"]["batches"]):
-                cells = (entry["prompts"][length].get(name, {}).get(batch) for entry in modes.values())
-                shown = [_show(cell, spread) for cell in cells]
-                if any(cell != "-" for cell in shown):
-                    lines.append(f"| {name} | {batch} | " + " | ".join(shown) + " |")
+        lines += ["", f"prompt {length}", markdown([["", "batch", *modes], *_rows_of(result, length)])]
     taken = {mode: entry["graph_memory_bytes"] for mode, entry in modes.items()}
     memory = ", ".join(f"{mode} {'-' if n is None else f'{n / 2**20:.0f} MiB'}" for mode, n in taken.items())
     proposers = ", ".join(f"{mode} {entry['proposer']} on {entry['runner']}" for mode, entry in modes.items())
     return "\n".join([*lines, "", f"graph memory: {memory}", f"drafters: {proposers}"])
+
+
+def _rows_of(result: dict[str, Any], length: str) -> list[list[str]]:
+    """The table's rows for prompts of one length: one for each figure and batch size that some mode has a value of."""
+    rows = []
+    for name, spread in FIGURES.items():
+        for batch in map(str, result["settings"]["batches"]):
+            cells = (entry["prompts"][length].get(name, {}).get(batch) for entry in result["modes"].values())
+            shown = [_show(cell, spread) for cell in cells]
+            if any(cell != "-" for cell in shown):
+                rows.append([name, batch, *shown])
+    return rows
 
 
 def _show(cell: Any, spread: bool) -> str:
@@ -197,27 +221,15 @@ def _show(cell: Any, spread: bool) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Step time by batch, and in it what the GPU is busy for, of the shortest prompts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Step time by batch, and the part of it in which the GPU is busy, for prompts of the first length."""
     batches = [str(batch) for batch in result["settings"]["batches"]]
     length = str(result["settings"]["prompt_tokens"][0])
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    width = 0.8 / len(result["modes"])
+    figure, ((axes,),) = make_figure(1, 1, (8, 4))
     for i, (mode, entry) in enumerate(result["modes"].items()):
-        figures = entry["prompts"][length]
-        places = [j + (i - (len(result["modes"]) - 1) / 2) * width for j in range(len(batches))]
-        steps = [figures["step_ms"][batch] for batch in batches]
-        spread = [[s["median"] - s["q1"] for s in steps], [s["q3"] - s["median"] for s in steps]]
-        colour = f"C{i}"
-        axes.bar(places, [s["median"] for s in steps], width, yerr=spread, capsize=3, color=colour, alpha=0.45)
-        axes.bar(places, [figures["gpu_busy_ms"][batch] for batch in batches], width, color=colour, label=mode)
+        figures, bars = entry["prompts"][length], Bars(axes, i, len(result["modes"]))
+        bars.draw_quartiles([figures["step_ms"][batch] for batch in batches], color=f"C{i}", alpha=0.45)
+        bars.draw([figures["gpu_busy_ms"][batch] for batch in batches], color=f"C{i}", label=mode)
     axes.set(xlabel="batch", ylabel="ms", title=f"Step time (pale) and GPU time of it, prompts of {length} tokens")
     axes.set_xticks(range(len(batches)), batches)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path)

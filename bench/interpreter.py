@@ -10,7 +10,7 @@ from typing import Any
 
 
 def interpret_triton() -> None:
-    """To be called before vLLM is first imported.
+    """Has Triton's interpreter run the kernels of this process; to be called before vLLM is first imported.
 
     Raises:
         ImportError: Triton is not installed.
@@ -47,7 +47,7 @@ def interpret_triton() -> None:
 
 
 def _with_boolean_mask(access: Any, where: int) -> Any:
-    """A mask that is the conjunction of a block's and a scalar's comes as bytes, which the interpreter refuses."""
+    """Makes the mask of a load or store boolean: a block's and a scalar's combined are bytes, which are refused."""
 
     def access_with_boolean_mask(self: Any, ptrs: Any, *args: Any) -> Any:
         mask = args[where]
@@ -64,3 +64,9 @@ def choose_runner(name: str) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(name == "v2"))
     if name == "v2" and not torch.cuda.is_available():
         interpret_triton()
+
+
+def choose_runner_from_environment() -> None:
+    """Chooses, in a child process, the runner that its parent has put into the environment (`choose_runner`)."""
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        choose_runner("v2")

@@ -1,10 +1,5 @@
-"""Ports of the loopback interface."""
+"""The name under which `tests/engine/test_readme.py` still imports vLLM's `get_open_port`."""
 
-import socket
+from vllm.utils.network_utils import get_open_port as free_port
 
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+__all__ = ["free_port"]

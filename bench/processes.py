@@ -6,11 +6,12 @@ it isn't wait to be told, and compute nothing.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,28 @@ from typing import Any
 PROGRESS = "@progress "
 WAITS = "@waits"
 
+# For engines of models so small that they gain nothing from threads: one thread that no core is reserved for. Two
+# OpenMP threads that wait for each other on a busy machine are many times slower.
+SMALL_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
-# What a worker says.
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """The environment of a child process whose engine runs a small model inside it.
+
+    Like every child of the benchmarks, it finds this package where its parent does: it has the parent's working
+    directory and `PYTHONPATH`.
+    """
+    return {**os.environ, **SMALL_ENGINE, **variables}
+
+
+# For workers: what they say to the command that started them.
 
 
 def report_progress(text: str) -> None:
@@ -27,12 +48,12 @@ def report_progress(text: str) -> None:
 
 
 def take_turn() -> None:
-    """Waits until what follows may be measured: nothing else is, until the next call or the end."""
+    """Waits for the turn to measure. No other worker measures anything until this one calls again, or ends."""
     print(f"\n{WAITS}", flush=True)  # after a line that somebody else has begun
     sys.stdin.readline()
 
 
-# What a command does with it.
+# For commands.
 
 
 class Worker:
@@ -86,7 +107,7 @@ class Worker:
         return False
 
     def has_its_turn(self) -> bool:
-        """Lets it measure, until `waits` knows how it went on."""
+        """Gives it a turn to measure; returns what `waits` does."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # killed while it waited, which `waits` says
             self._process.stdin.write("\n")
@@ -98,10 +119,13 @@ class Worker:
 
 
 def run_modes(
-    specs: Sequence[dict[str, Any]], module: str = "bench.workers.compare", by_turns: bool = False
+    specs: Sequence[dict[str, Any]],
+    module: str = "bench.workers.compare",
+    by_turns: bool = False,
+    when_up: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """The result of each mode, as soon as it is known. Raises what `Worker.waits` does."""
-    return iter(run_modes_by_turns(specs, module)) if by_turns else (run_mode(spec, module) for spec in specs)
+    return iter(run_modes_by_turns(specs, module, when_up)) if by_turns else (run_mode(spec, module) for spec in specs)
 
 
 def run_mode(spec: dict[str, Any], module: str = "bench.workers.compare") -> dict[str, Any]:
@@ -109,11 +133,20 @@ def run_mode(spec: dict[str, Any], module: str = "bench.workers.compare") -> dic
     return run_modes_by_turns([spec], module)[0]
 
 
-def run_modes_by_turns(specs: Sequence[dict[str, Any]], module: str = "bench.workers.compare") -> list[dict[str, Any]]:
-    """Starts all modes side by side, and has them measure by turns. Raises what `Worker.waits` does."""
+def run_modes_by_turns(
+    specs: Sequence[dict[str, Any]],
+    module: str = "bench.workers.compare",
+    when_up: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Starts all modes side by side, and has them measure by turns. Raises what `Worker.waits` does.
+
+    Args:
+        when_up: is called once all have started, before the first turn.
+    """
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, module)) for spec in specs]
         waiting = [worker for worker in workers if worker.waits()]
+        when_up()
         while waiting:
             waiting = [worker for worker in waiting if worker.has_its_turn()]
         return [worker.result() for worker in workers]

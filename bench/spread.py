@@ -7,13 +7,13 @@ import numpy as np
 
 
 def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """Median and quartiles; NaN for no values."""
+    """`median`, `q1` and `q3`, rounded to so many digits; NaN for no values."""
     q1, median, q3 = np.percentile(values, [25, 50, 75]) if len(values) else (float("nan"),) * 3
     return {"median": round(float(median), digits), "q1": round(float(q1), digits), "q3": round(float(q3), digits)}
 
 
 def show_quartiles(spread: dict[str, float], digits: int = 2) -> str:
-    """What `quartiles` found, for a table."""
+    """`median [q1, q3]` of what `quartiles` returned."""
     return f"{spread['median']:.{digits}f} [{spread['q1']:.{digits}f}, {spread['q3']:.{digits}f}]"
 
 

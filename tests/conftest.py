@@ -9,20 +9,23 @@ import pytest
 import torch
 
 from bench.interpreter import interpret_triton
-from tests.support.engine import ENVIRONMENT
+from bench.processes import SMALL_ENGINE
 
-# These need a GPU and its machine's vLLM: `python -m pytest tests/gpu` there. The kernels' own also run on the CPU, by
-# Triton's interpreter (`tests/unit/test_kernels.py`).
+pytest.register_assert_rewrite("tests.support")  # what fails there is explained as in a test
+
+# The tests in tests/gpu need a GPU and a vLLM that uses it. Without one they are left out, but for those of the kernels
+# alone where Triton's interpreter runs the kernels (`tests/engine/test_interpreted_kernels.py`). Their files are named
+# and not the folder, which pytest would collect all the same: it is an argument of its own (`testpaths`).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     interpret_triton()
-collect_ignore: list[str | Path] = []
+collect_ignore: list[Path] = []
 if not torch.cuda.is_available():
-    with_engines = [path for path in Path(__file__).parent.glob("gpu/test_*.py") if not path.stem.endswith("kernels")]
-    collect_ignore = with_engines if INTERPRETED else ["gpu"]
+    on_gpu = Path(__file__).parent.glob("gpu/test_*.py")
+    collect_ignore = [path for path in on_gpu if not (INTERPRETED and path.stem.endswith("kernels"))]
 
 # Also for tests in this process; whatever the developer's shell has set must not decide what is tested.
-os.environ.update(ENVIRONMENT | {"MTP_PROPOSERS": "on"})
+os.environ.update(SMALL_ENGINE | {"MTP_PROPOSERS": "on"})
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.corpus import read_sources
-from tools.tiny_model import TinyConfig, TinyStep3p5
+from bench.shapes import TinyConfig
+from tools.tiny_model import TinyStep3p5
 
 END_OF_TEXT = "<|endoftext|>"
 MODULE_LOSS_WEIGHT = 0.4

@@ -2,7 +2,7 @@
 
 The naive loop is what Step3p5MTPProposer's document describes, with the fault of one block size for all groups left
 out: all compute the same slots, which the assertions check. On CUDA a figure is that of `CALLS` calls, waited for once:
-issued one by one, and as a CUDA graph, which is how a recorded pass runs them.
+issued one by one, and captured in one CUDA graph, which is how decode passes run them.
 """
 
 from collections.abc import Callable

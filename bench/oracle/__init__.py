@@ -2,24 +2,32 @@
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.environment import write_record
 
-MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-step3p5"
+if TYPE_CHECKING:
+    from bench.oracle.schedules import Setup
+
+# Only a checkout has it: an installed package comes without a model.
+TINY_MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-step3p5"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedules", type=int, default=200, help="random schedules of 10 to 60 steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the record there too")
+    parser.add_argument("--json", type=Path, help="write the report there too")
     parser.add_argument(
-        "--model", type=Path, default=MODEL, help="folder of a Step-3.5 checkpoint (default: %(default)s)"
+        "--model",
+        type=Path,
+        default=TINY_MODEL if TINY_MODEL.is_dir() else None,
+        help="folder of a Step-3.5 checkpoint",
     )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines")
-    parser.add_argument("--graphs", action="store_true", help="record decode steps and passes as CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="capture decode steps and passes as CUDA graphs")
     parser.add_argument(
         "--runner",
         choices=("v1", "v2"),
@@ -30,16 +38,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where everything was right, 1 where anything wasn't."""
-    import torch
+    """Returns 0 where everything was right, 1 where anything wasn't.
 
+    Raises:
+        ValueError: there is no model, or arguments under which nothing would be checked.
+    """
     from bench.interpreter import choose_runner
     from bench.oracle.driver import run_schedules
+
+    model = checked_model(args.model)
+    if args.modules is not None and args.modules < 1:
+        raise ValueError(f"--modules={args.modules} would check nothing: give 1 or more.")
+    choose_runner(args.runner)
+    report = run_schedules(
+        model,
+        args.schedules,
+        args.seed,
+        modules=args.modules,
+        setups=choose_setups(args),
+        graphs=args.graphs,
+        dtype=args.dtype,
+        progress=True,
+    )
+    result = {"runner": args.runner} | report.to_json()
+    print(json.dumps(result, indent=1))
+    write_record(result, args.json)
+    return 0 if report.clean else 1
+
+
+def checked_model(model: Path | None) -> Path:
+    """Raises `ValueError` where there is no checkpoint."""
+    if model is None:
+        raise ValueError(f"There is no model at {TINY_MODEL}, as there is in a checkout: give --model, a checkpoint.")
+    if not (model / "config.json").is_file():
+        raise ValueError(f"--model={model} is no folder with a config.json: give that of a Step-3.5 checkpoint.")
+    return model
+
+
+def choose_setups(args: argparse.Namespace) -> Sequence["Setup"]:
+    """The engines that are asked for and that the machine, the runner and the dtype allow.
+
+    Raises:
+        ValueError: there are none.
+    """
+    import torch
+
     from bench.oracle.schedules import SETUPS
 
-    if args.modules is not None and args.modules < 1:
-        raise SystemExit(f"--modules={args.modules} would check nothing: give 1 or more.")
-    choose_runner(args.runner)
     gpus = torch.cuda.device_count()
     fitting = [
         setup
@@ -48,31 +93,8 @@ def run(args: argparse.Namespace) -> int:
         and (args.runner == "v1" or setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
     ]
-    setups = [setup for setup in fitting if not args.setup or setup.name in args.setup]
-    if not setups:
+    chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]
+    if not chosen:
         names = ", ".join(repr(setup.name) for setup in fitting)
-        raise SystemExit(f"There is no engine called {args.setup}: choose from {names}.")
-    record = run_schedules(
-        args.model,
-        args.schedules,
-        args.seed,
-        modules=args.modules,
-        setups=setups,
-        graphs=args.graphs,
-        dtype=args.dtype,
-        progress=True,
-    )
-    result = {"runner": args.runner} | record.to_json()
-    print(json.dumps(result, indent=1))
-    write_record(result, args.json)
-    return 0 if record.clean else 1
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.oracle", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise ValueError(f"There is no engine called {args.setup}: choose from {names}.")
+    return chosen

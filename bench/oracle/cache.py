@@ -27,7 +27,7 @@ class BlockLayout:
 
     @classmethod
     def probe(cls, layer: Any, block_size: int) -> "BlockLayout":
-        """Asks the layer's backend.
+        """Finds the layout by having the layer's attention backend write into a scratch block.
 
         Raises:
             RuntimeError: it didn't write every element to a place of its own.

@@ -16,11 +16,12 @@ import torch
 
 from bench.oracle.ranks import add_ranks, run_on_ranks
 from bench.oracle.replayed import replaying
-from bench.oracle.report import Record
+from bench.oracle.report import Report
 from bench.oracle.runners import view_of
 from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
 from bench.oracle.variants import checkpoint, dense_model, drafter_of
 from bench.oracle.watch import Continuation, Watcher
+from bench.oracle.watch_rows import RowsWatcher
 from bench.reference.dense import Reference
 
 MAX_STEPS_TO_DRAIN = 2000
@@ -37,7 +38,7 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else float32 products have the precision of TF32
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else GEMMs of float32 have the precision of TF32
         # So small a model gains nothing from more threads, and loses much where something else is running.
         torch.set_num_threads(1)
         from vllm import LLM
@@ -71,7 +72,7 @@ class Engine:
 
 
 def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
-    """On CUDA, with the attention backend that takes float32 and heads of 32."""
+    """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32."""
     if not torch.cuda.is_available():
         return arguments
     backend = "TRITON_ATTN"
@@ -83,8 +84,9 @@ def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _keeping_async_scheduling() -> Iterator[None]:
-    """On the CPU vLLM switches asynchronous scheduling off, as of no use there; what it does to a pass shows all the
-    same, since steps are scheduled before the last one's tokens are known.
+    """A context in which vLLM schedules asynchronously on the CPU too, where it would switch that off as of no use.
+
+    What it does to a pass shows all the same: steps are scheduled before the tokens of the last one are known.
     """
     from vllm.platforms import current_platform
 
@@ -109,11 +111,11 @@ class Request:
 
 @dataclass
 class ScheduleRun:
-    """One schedule on one engine; `run` plays it to its end and takes what is left away."""
+    """One schedule on one engine; `run` plays it to its end, and aborts the requests that are left."""
 
     engine: Engine
     setup: Setup
-    watcher: Watcher
+    watcher: Watcher | RowsWatcher
     name: str
     seed: int
     num_steps: int
@@ -134,7 +136,7 @@ class ScheduleRun:
         self._abort(list(self.active))
         self._drain()
         self.engine.llm.reset_prefix_cache()
-        self.watcher.record.schedules += 1
+        self.watcher.report.schedules += 1
 
     def _join(self, plan: RequestPlan, step: int) -> None:
         from vllm import SamplingParams
@@ -154,7 +156,7 @@ class ScheduleRun:
         self.active[request_id] = Request(plan, step)
         if plan.diverging:
             self.watcher.diverging.add(request_id)
-        events = self.watcher.record.events
+        events = self.watcher.report.events
         events.joins += 1
         events.short_prompts += len(plan.prompt) <= 4
 
@@ -163,18 +165,18 @@ class ScheduleRun:
             self.engine.engine.abort_request(request_ids, internal=True)
         for request_id in request_ids:
             del self.active[request_id]
-        self.watcher.record.events.aborts += len(request_ids)
+        self.watcher.report.events.aborts += len(request_ids)
 
     def _step(self) -> None:
         if not self.engine.engine.has_unfinished_requests():
             return
         finished = [output for output in self.engine.engine.step() if output.finished]
-        self.watcher.record.steps += 1
+        self.watcher.report.steps += 1
         for output in finished:
             self._leave(output)
 
     def _leave(self, output: Any) -> None:
-        """Counts how the request went, and holds its tokens against those that the passes showed."""
+        """Counts how the request ended, and compares its tokens with those that the drafting passes were given."""
         request_id = next(key for key in self.active if key.startswith(output.request_id))
         plan = self.active.pop(request_id).plan
         tokens = [*plan.prompt, *output.outputs[0].token_ids]
@@ -182,7 +184,7 @@ class ScheduleRun:
         if followed is not None:
             seen = followed.tokens[: len(tokens)]
             assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
-        events = self.watcher.record.events
+        events = self.watcher.report.events
         events.leaves += 1
         events.stops += output.outputs[0].finish_reason == "stop"
         events.at_max_model_len += len(tokens) >= self.setup.max_model_len
@@ -230,55 +232,84 @@ def run_schedules(
     graphs: bool = False,
     dtype: str = "float32",
     progress: bool = False,
-) -> Record:
+) -> Report:
     """Runs `count` random schedules and returns what was found.
 
     Args:
         modules: check only that many modules, the first ones; None: all that ever draft, which an engine's K limits.
         continuation: see `Watcher`.
         dtype: of the engines; the reference is always float32 (`TOLERANCES`).
-        graphs: the engines record their steps and passes of decode batches, on CUDA.
+        graphs: the engines capture their decode steps and draft passes as CUDA graphs.
         plant: enters a context for each engine, before the watcher is there; the tests plant their faults here.
     """
     texts, stops = read_texts(model)
-    record = Record(dtype=dtype)
+    report = Report(dtype=dtype)
     for setup, number in draw_setups(random.Random(seed), count, setups):
         if setup.ranks > 1 and "RANK" not in os.environ:
-            add_ranks(
-                record, [turn for (turn,) in run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)]
-            )
+            turns = run_on_ranks(model, number, seed, setup, modules=modules, graphs=graphs)
+            add_ranks(report, [turn for (turn,) in turns])
             if progress:
-                _report(setup, number, number, record)
+                _show_progress(setup, number, number, report)
             continue
-        with ExitStack() as stack:
-            folder = stack.enter_context(checkpoint(model, setup))
-            stack.enter_context(drafter_of(setup))
-            engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, dtype)))
-            dense = dense_model(folder, setup)
-            stack.enter_context(_counting_grammar_cuts(engine, record))
-            stack.enter_context(plant(engine) if plant is not None else nullcontext())
-            if setup.replayed:
-                stack.enter_context(replaying(engine.drafter, setup.graph_sizes, record.events))
-            watcher = Watcher(
-                engine.runner,
-                dense,
-                record,
-                min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
-                random.Random(seed),
-                continuation,
-                greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
-            )
+        watched = _watched_engine(
+            model,
+            setup,
+            report,
+            random.Random(seed),
+            modules=modules,
+            continuation=continuation,
+            plant=plant,
+            graphs=graphs,
+        )
+        with watched as (engine, watcher):
             for index in range(number):
                 rng = random.Random(f"{seed} {setup.name} {index}")
                 plan = plan_schedule(rng, setup, texts, stops)
                 ScheduleRun(engine, setup, watcher, f"{setup.name} #{index}", rng.getrandbits(32), *plan).run()
                 if progress:
-                    _report(setup, index + 1, number, record)
-    return record
+                    _show_progress(setup, index + 1, number, report)
+    return report
 
 
 @contextmanager
-def _counting_grammar_cuts(engine: Engine, record: Record) -> Iterator[None]:
+def _watched_engine(
+    model: Path,
+    setup: Setup,
+    report: Report,
+    rng: random.Random,
+    *,
+    modules: int | None,
+    continuation: Continuation | None,
+    plant: Callable[[Engine], AbstractContextManager[Any]] | None,
+    graphs: bool,
+) -> Iterator[tuple[Engine, Watcher | RowsWatcher]]:
+    """A setup's engine and the watcher of its drafter; the arguments are those of `run_schedules`."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(checkpoint(model, setup))
+        stack.enter_context(drafter_of(setup))
+        engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype)))
+        stack.enter_context(_counting_grammar_cuts(engine, report))
+        stack.enter_context(plant(engine) if plant is not None else nullcontext())
+        if setup.replayed:
+            stack.enter_context(replaying(engine.drafter, setup.graph_sizes, report.events))
+        if setup.extracts:
+            yield engine, RowsWatcher(engine.runner, report)
+            return
+        dense = dense_model(folder, setup)
+        watcher = Watcher(
+            engine.runner,
+            dense,
+            report,
+            min(dense.num_modules, setup.k, modules or dense.num_modules),  # no others run
+            rng,
+            continuation,
+            greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
+        )
+        yield engine, watcher
+
+
+@contextmanager
+def _counting_grammar_cuts(engine: Engine, report: Report) -> Iterator[None]:
     manager = engine.core.structured_output_manager
     # As in engines with a scheduler per rank: a grammar is there when its request comes, and not some steps later.
     manager._use_async_grammar_compilation = False
@@ -286,17 +317,17 @@ def _counting_grammar_cuts(engine: Engine, record: Record) -> Iterator[None]:
 
     def counting_validate_tokens(request: Any, drafts: list[int]) -> list[int]:
         kept: list[int] = validate_tokens(request, drafts)
-        record.events.grammar_cuts += len(kept) < len(drafts)
+        report.events.grammar_cuts += len(kept) < len(drafts)
         return kept
 
     with mock.patch.object(manager, "validate_tokens", counting_validate_tokens):
         yield
 
 
-def _report(setup: Setup, done: int, number: int, record: Record) -> None:
+def _show_progress(setup: Setup, done: int, number: int, report: Report) -> None:
     print(
-        f"{setup.name} {done}/{number}: {record.schedules} schedules, {record.steps} steps, "
-        f"rows {record.rows_checked} ({record.rows_mismatched} wrong), "
-        f"drafts {record.drafts_checked} ({record.drafts_mismatched} wrong)",
+        f"{setup.name} {done}/{number}: {report.schedules} schedules, {report.steps} steps, "
+        f"rows {report.rows_checked} ({report.rows_mismatched} wrong), "
+        f"drafts {report.drafts_checked} ({report.drafts_mismatched} wrong)",
         file=sys.stderr,
     )

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from bench.oracle.driver import Engine
-from bench.oracle.replayed import Stand
+from bench.oracle.replayed import EagerGraph
 
 Plant = Callable[[Engine], AbstractContextManager[Any]]
 
@@ -146,14 +146,14 @@ def no_slots_for_module_1(engine: Engine) -> AbstractContextManager[Any]:
 
 def padding_drafts_ahead(engine: Engine) -> AbstractContextManager[Any]:
     """Requests that pad a replayed batch end right before position 0, so that drafts past that have positions."""
-    replay = Stand.replay
+    replay = EagerGraph.replay
 
-    def padding_replay(stand: Stand) -> None:
-        static = stand.graphs._static
+    def padding_replay(graph: EagerGraph) -> None:
+        static = graph.graphs._static
         static.rows.num_rejected[static.seq_lens == 0] = 0
-        replay(stand)
+        replay(graph)
 
-    return mock.patch.object(Stand, "replay", padding_replay)
+    return mock.patch.object(EagerGraph, "replay", padding_replay)
 
 
 FAULTS: dict[str, Plant] = {

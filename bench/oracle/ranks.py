@@ -15,10 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-from bench.oracle.report import Record
+from bench.oracle.report import Report
 from bench.oracle.schedules import Setup
-from bench.ports import free_port
-from tests.support.engine import ROOT, child_environment
+from bench.processes import child_environment
 
 TIME_LIMIT_S = 1200
 
@@ -33,7 +32,7 @@ def run_on_ranks(
     graphs: bool = False,
     faults: Sequence[Sequence[str]] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Each rank's records, as JSON: one for each turn of the schedules.
+    """Each rank's reports, as JSON: one for each turn of the schedules.
 
     Args:
         modules, graphs: as of `bench.oracle.driver.run_schedules`.
@@ -42,32 +41,41 @@ def run_on_ranks(
     Raises:
         RuntimeError: a rank failed; the message ends with what it printed.
     """
-    port = str(free_port())
+    # Here and not above: the engines of this process, too, want to set variables before vLLM is first imported.
+    from vllm.utils.network_utils import get_open_port
+
+    port = get_open_port()
+    arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
+    arguments |= {"modules": modules, "graphs": graphs}
     with _one_at_a_time(), TemporaryDirectory() as folder:
         outputs = [Path(folder, f"rank-{rank}.txt") for rank in range(setup.ranks)]
-        processes = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, output in enumerate(outputs):
-                arguments = {"model": str(model), "count": count, "seed": seed, "setup": setup.name}
-                arguments |= {"modules": modules, "graphs": graphs, "faults": faults[rank] if faults else ["none"]}
-                environment = child_environment(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(setup.ranks),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
-                )
-                command = [sys.executable, "-m", "tests.support.oracle_child", "on_rank", json.dumps(arguments)]
-                with output.open("w") as file:
-                    processes.append(
-                        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-                    )
+                planted = {"faults": faults[rank] if faults else ["none"]}
+                processes.append(_start_rank(rank, setup.ranks, port, arguments | planted, output))
             _wait(processes, outputs)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         return [json.loads(output.read_text().splitlines()[-1]) for output in outputs]
+
+
+def _start_rank(
+    rank: int, num_ranks: int, port: int, arguments: dict[str, Any], output: Path
+) -> subprocess.Popen[bytes]:
+    """Starts `bench.oracle.rank` as one of the ranks that meet at this port, and has what it prints in a file."""
+    environment = child_environment(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    command = [sys.executable, "-m", "bench.oracle.rank", json.dumps(arguments)]
+    with output.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 @contextmanager
@@ -84,7 +92,11 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path]) -> None:
-    """One that fails leaves the others waiting for it, so the first failure ends it for all."""
+    """Waits for all ranks, or until one fails: the others would wait for it without end.
+
+    Raises:
+        RuntimeError: a rank failed, or they are not done in `TIME_LIMIT_S`.
+    """
     deadline = time.monotonic() + TIME_LIMIT_S
     while any(running := [process.poll() is None for process in processes]):
         failed = [rank for rank, process in enumerate(processes) if process.returncode]
@@ -97,14 +109,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path]) -> None
         raise RuntimeError(f"Rank {failed[0]} failed:\n{outputs[failed[0]].read_text(errors='replace')[-6000:]}")
 
 
-def add_ranks(record: Record, ranks: list[dict[str, Any]]) -> None:
-    """Adds what the ranks found to a record: rows and drafts of all; events and steps, which are the same, once.
+def add_ranks(report: Report, ranks: list[dict[str, Any]]) -> None:
+    """Adds what the ranks found to a report: rows and drafts of all; events and steps, which are the same, once.
 
     Raises:
         AssertionError: the ranks didn't run the same steps.
     """
     first = ranks[0]
     assert all(rank["events"] == first["events"] and rank["steps"] == first["steps"] for rank in ranks), ranks
-    record.add(first)
+    report.add(first)
     for number, rank in enumerate(ranks[1:], 1):
-        record.add(rank | {"schedules": 0, "steps": 0, "passes": 0, "events": {}}, f"Rank {number}: ")
+        report.add(rank | {"schedules": 0, "steps": 0, "passes": 0, "events": {}}, f"Rank {number}: ")

@@ -1,4 +1,4 @@
-"""What a run of the oracle found, as a record that programs read."""
+"""What a run of the oracle found, in a form that programs read."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -40,7 +40,7 @@ class Events:
 
 
 @dataclass
-class Record:
+class Report:
     """Counts of one run.
 
     Attributes:
@@ -51,6 +51,7 @@ class Record:
         rows_unwritten: rows of requests whose hidden states the host kept from the drafter in an earlier step, or that
             reuse such a request's blocks: not checked.
         rows_excused: mismatches of requests where the engine took another of two equal experts (`ROUTING_TOLERANCES`).
+        slots_checked: one per KV cache group of the proposer and row of the target (`bench/oracle/slots.py`).
         drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
         max_abs_error: over the rows of requests without a mismatch.
         max_target_error: over the target's hidden states, which the modules start from.
@@ -67,6 +68,8 @@ class Record:
     rows_freed: int = 0
     rows_unwritten: int = 0
     rows_excused: int = 0
+    slots_checked: int = 0
+    slots_mismatched: int = 0
     drafts_checked: int = 0
     drafts_mismatched: int = 0
     draft_ties: int = 0
@@ -84,7 +87,14 @@ class Record:
 
     @property
     def clean(self) -> bool:
-        return self.rows_mismatched == 0 and self.drafts_mismatched == 0
+        return self.rows_mismatched == self.drafts_mismatched == self.slots_mismatched == 0
+
+    def note_slots(self, compared: int, wrong: int) -> None:
+        """Counts slots of the target's rows that were compared with the host's, and those that differ."""
+        self.slots_checked += compared
+        self.slots_mismatched += wrong
+        if wrong:
+            self.note_mismatch(f"{wrong} of the {compared} slots of the target's rows in a step are not the host's.")
 
     def note_rejected(self, count: int, passes: int = 1) -> None:
         self.events.rejections[count] = self.events.rejections.get(count, 0) + passes
@@ -102,7 +112,7 @@ class Record:
 
     @property
     def wants_words(self) -> bool:
-        """Whether this schedule has had no mismatch yet."""
+        """Whether a mismatch would be put into words: the first of each schedule is, up to `MAX_MISMATCHES` of them."""
         return not self._described
 
     def note_mismatch(self, words: str) -> None:
@@ -111,7 +121,7 @@ class Record:
             self._described = True
 
     def add(self, other: dict[str, Any], words: str = "") -> None:
-        """Adds another record, as `to_json` gives it; its mismatches begin with `words`."""
+        """Adds another report, as `to_json` gives it; its mismatches begin with `words`."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + other[name])
         for name in ("max_abs_error", "max_target_error"):
@@ -137,4 +147,4 @@ class Record:
         return plain
 
 
-COUNTS = tuple(item.name for item in fields(Record) if item.type is int)
+COUNTS = tuple(item.name for item in fields(Report) if item.type is int)

@@ -1,5 +1,6 @@
 """Where either of vLLM's model runners keeps what the oracle looks at."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,11 +31,13 @@ class Pass:
     Attributes:
         hidden: `[num_tokens, hidden_size]` float32, the target's, on the CPU.
         k: drafts wanted.
+        has_all_rows: of the step; a drafter without padding is not given those that were rejected.
     """
 
     requests: list[RequestPass]
     hidden: Tensor
     k: int
+    has_all_rows: bool = True
 
 
 class RunnerView(Protocol):
@@ -55,7 +58,7 @@ class RunnerView(Protocol):
     def layer_names(self) -> set[str]: ...
 
     def read_pass(self, *args: Any, **kwargs: Any) -> Pass:
-        """From the arguments of `propose`."""
+        """Reads a pass from the arguments of `propose`."""
 
     def known_tokens(self, request_id: str) -> tuple[list[int], list[int]]:
         """The prompt, and the prompt with the output so far."""
@@ -63,7 +66,40 @@ class RunnerView(Protocol):
     def temperature(self, request_id: str) -> float: ...
 
     def block_table(self, group: int, index: int) -> Any:
-        """The blocks of one request of the running pass."""
+        """The blocks `[num_blocks]` in one KV cache group of the request at an index of the running pass."""
+
+
+def _read_requests(
+    request_ids: Sequence[str],
+    *,
+    starts: list[int],
+    ends: list[int],
+    rejected: list[int],
+    tokens: list[int],
+    positions: list[int],
+    next_tokens: list[int],
+    drafted: list[int],
+) -> list[RequestPass]:
+    """Each request's part in a pass.
+
+    Args:
+        starts: of each request, its first row among those of all, and in the end their number.
+        ends: of each request, the sequence position after its last row.
+        rejected, next_tokens, drafted: one for each request.
+        tokens, positions: one for each row.
+    """
+    return [
+        RequestPass(
+            request_id,
+            index,
+            first=positions[starts[index]],
+            last=ends[index] - 1 - rejected[index],
+            rows=tokens[starts[index] : starts[index + 1]],
+            next_token=next_tokens[index],
+            drafted=drafted[index],
+        )
+        for index, request_id in enumerate(request_ids)
+    ]
 
 
 class V1Runner:
@@ -88,25 +124,21 @@ class V1Runner:
     def read_pass(self, **kwargs: Any) -> Pass:
         metadata = kwargs["common_attn_metadata"]
         rejected = kwargs["num_rejected_tokens_gpu"]
-        starts = metadata.query_start_loc.tolist()
-        ends = metadata.seq_lens.tolist()
-        rejected = [0] * len(ends) if rejected is None else rejected.tolist()
-        tokens, positions = kwargs["target_token_ids"].tolist(), kwargs["target_positions"].tolist()
-        next_tokens = kwargs["next_token_ids"].tolist()
-        requests = [
-            RequestPass(
-                request_id,
-                index,
-                first=positions[starts[index]],
-                last=ends[index] - 1 - rejected[index],
-                rows=tokens[starts[index] : starts[index + 1]],
-                next_token=next_tokens[index],
-                # Not the rows that are left over: a drafter without padding is given none of the rejected ones.
-                drafted=len(self.scheduled.scheduled_spec_decode_tokens.get(request_id, ())),
-            )
-            for index, request_id in enumerate(self.runner.input_batch.req_ids)
-        ]
-        return Pass(requests, kwargs["target_hidden_states"].float().clone().cpu(), kwargs["num_speculative_tokens"])
+        request_ids = self.runner.input_batch.req_ids
+        requests = _read_requests(
+            request_ids,
+            starts=metadata.query_start_loc.tolist(),
+            ends=metadata.seq_lens.tolist(),
+            rejected=[0] * len(request_ids) if rejected is None else rejected.tolist(),
+            tokens=kwargs["target_token_ids"].tolist(),
+            positions=kwargs["target_positions"].tolist(),
+            next_tokens=kwargs["next_token_ids"].tolist(),
+            # Not the rows that are left over: a drafter without padding is given none of the rejected ones.
+            drafted=[len(self.scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in request_ids],
+        )
+        hidden = kwargs["target_hidden_states"].float().clone().cpu()
+        has_all_rows = sum(len(request.rows) for request in requests) == self.scheduled.total_num_scheduled_tokens
+        return Pass(requests, hidden, kwargs["num_speculative_tokens"], has_all_rows)
 
     def known_tokens(self, request_id: str) -> tuple[list[int], list[int]]:
         state = self.runner.requests[request_id]
@@ -149,24 +181,21 @@ class V2Runner:
         **kwargs: Any,
     ) -> Pass:
         batch = input_batch
-        starts, ends = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-        sampled, rejected = num_sampled.tolist(), num_rejected.tolist()
-        tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
-        rows = batch.idx_mapping.tolist()
         sampled_tokens, prompt_tokens = last_sampled[:, 0].tolist(), next_prefill_tokens[0].tolist()
         drafted = batch.num_draft_tokens_per_req
-        requests = [
-            RequestPass(
-                request_id,
-                index,
-                first=positions[starts[index]],
-                last=ends[index] - 1 - rejected[index],
-                rows=tokens[starts[index] : starts[index + 1]],
-                next_token=(sampled_tokens if sampled[index] else prompt_tokens)[rows[index]],
-                drafted=0 if drafted is None else int(drafted[index]),
-            )
-            for index, request_id in enumerate(batch.req_ids)
-        ]
+        requests = _read_requests(
+            batch.req_ids,
+            starts=batch.query_start_loc.tolist(),
+            ends=batch.seq_lens.tolist(),
+            rejected=num_rejected.tolist(),
+            tokens=batch.input_ids.tolist(),
+            positions=batch.positions.tolist(),
+            next_tokens=[
+                (sampled_tokens if sampled else prompt_tokens)[row]
+                for sampled, row in zip(num_sampled.tolist(), batch.idx_mapping.tolist(), strict=False)
+            ],
+            drafted=[0] * len(batch.req_ids) if drafted is None else [int(count) for count in drafted],
+        )
         return Pass(requests, last_hidden_states[: batch.num_tokens].float().clone().cpu(), num_speculative_tokens)
 
     def known_tokens(self, request_id: str) -> tuple[list[int], list[int]]:

@@ -27,6 +27,7 @@ class Setup:
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
         v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
+        extracts: the engine drafts nothing and keeps the hidden states of these layers.
         ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
         weight: how often it is drawn.
     """
@@ -48,16 +49,21 @@ class Setup:
     replayed: bool = False
     v2: bool = True
     hybrid: bool = True
+    extracts: tuple[int, ...] = ()
     ranks: int = 1
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
     def engine_arguments(self, graphs: bool = False, dtype: str = "float32") -> dict[str, Any]:
-        """For `vllm.LLM`; `graphs` lets it record decode steps of every number of requests but some."""
+        """For `vllm.LLM`; with `graphs` it captures decode steps, of `graph_sizes` requests, as CUDA graphs."""
         speculative = {"method": "mtp", "num_speculative_tokens": self.k, **self.speculative}
+        if self.extracts:
+            layers = {"eagle_aux_hidden_state_layer_ids": list(self.extracts)}
+            speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+            speculative["draft_model_config"] = {"hf_config": layers}
         if self.k_by_batch is not None:
             speculative["num_speculative_tokens_per_batch_size"] = list(self.k_by_batch)
-        recorded = {
+        captured = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [size * (self.k + 1) for size in self.graph_sizes],
@@ -65,7 +71,7 @@ class Setup:
         return {
             "dtype": dtype,
             "enforce_eager": not graphs,
-            **({"compilation_config": recorded} if graphs else {}),
+            **({"compilation_config": captured} if graphs else {}),
             "block_size": BLOCK_SIZE,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -84,7 +90,7 @@ class Setup:
 
     @property
     def graph_sizes(self) -> list[int]:
-        """Not every number of requests, so that some batches are padded."""
+        """Numbers of requests that graphs are captured for. Some are left out, so that some batches are padded."""
         return [size for size in sorted({1, 2, 4, self.max_num_seqs}) if size <= self.max_num_seqs]
 
 
@@ -120,6 +126,9 @@ SETUPS = (
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
     Setup("replayed, one module", replayed=True, checkpoint="mimo", v2=False),
+    Setup("extraction", extracts=(0, 3, 6), max_batched_tokens=48, chunk=20, num_blocks=36, crowd=True),
+    Setup("extraction, overlapped", extracts=(6, 1), overlapped=True, weight=1),
+    Setup("extraction, two block sizes", extracts=(2,), checkpoint="wide", num_blocks=60, weight=1),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
     Setup(
         "two ranks, local argmax",
@@ -131,6 +140,15 @@ SETUPS = (
         speculative={"use_local_argmax_reduction": True},
     ),
 )
+
+
+def setup_called(name: str) -> Setup:
+    """The setup of that name. Raises `ValueError` where there is none."""
+    for setup in SETUPS:
+        if setup.name == name:
+            return setup
+    raise ValueError(f"There is no engine called {name!r}: choose from {', '.join(repr(x.name) for x in SETUPS)}.")
+
 
 # Of the text that the tiny model writes, lower case goes on for a few tokens before anything else comes.
 GRAMMARS = (

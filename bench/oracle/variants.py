@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 @contextmanager
 def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
-    """The folder of the setup's checkpoint, made from `model` or, for MiMo, with as many tokens."""
+    """A context with the folder of the setup's checkpoint: `model`, what is made of it, or a MiMo of its vocabulary."""
     if setup.checkpoint == "tiny":
         yield model
         return

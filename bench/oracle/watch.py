@@ -24,7 +24,8 @@ from torch import Tensor
 
 from bench.oracle.cache import ModuleCache, module_caches
 from bench.oracle.replayed import count_replays
-from bench.oracle.report import ROUTING_TOLERANCES, Record
+from bench.oracle.report import ROUTING_TOLERANCES, Report
+from bench.oracle.slots import count_wrong_slots
 from bench.oracle.runners import Pass, RequestPass, V1Runner, view_of
 from bench.reference.dense import DenseModel, Reference
 
@@ -50,11 +51,11 @@ class Followed:
     next_row: int | None = None
     target_error: float = 0.0
 
-    def took_another_expert(self, record: Record) -> bool:
+    def took_another_expert(self, report: Report) -> bool:
         """Whether some row's experts are a tie and were chosen differently: everything after it then differs."""
         target, modules = self.reference.closest_routing()
-        tie = ROUTING_TOLERANCES[record.dtype]
-        return modules < tie or (target < tie and self.target_error > record.tolerance)
+        tie = ROUTING_TOLERANCES[report.dtype]
+        return modules < tie or (target < tie and self.target_error > report.tolerance)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Watcher:
 
     runner: Any
     model: DenseModel
-    record: Record
+    report: Report
     modules: int
     rng: random.Random
     continuation: Continuation | None = Reference.slide
@@ -91,7 +92,7 @@ class Watcher:
 
     def start_schedule(self) -> None:
         """Forgets the requests of the schedule before."""
-        self.record.start_schedule()
+        self.report.start_schedule()
         self._last_k = None
         self.followed.clear()
         self.diverging.clear()
@@ -113,10 +114,10 @@ class Watcher:
         if isinstance(self.view, V1Runner):
             self._install_in_steps(self.view)
         if getattr(drafter, "graphs", None) is not None:
-            count_replays(drafter.graphs, self.record.events)
+            count_replays(drafter.graphs, self.report.events)
 
     def _install_in_steps(self, view: V1Runner) -> None:
-        """The V1 runner leaves a pass out where its drafter would not fit."""
+        """Notices the steps in which the V1 runner does not call its drafter, for want of room in the context."""
         runner = view.runner
         sample_tokens = runner.sample_tokens
 
@@ -134,22 +135,35 @@ class Watcher:
 
     def _check_pass(self, asked: Pass, drafts: Tensor) -> None:
         passes, k = asked.requests, asked.k
-        record, events = self.record, self.record.events
-        record.passes += 1
+        report, events = self.report, self.report.events
+        report.passes += 1
         events.k_zero += k == 0
         events.k_changes += self._last_k is not None and k != self._last_k
         self._last_k = k
         width = k if isinstance(self.view, V1Runner) else self.view.drafter.num_speculative_steps
         if drafts.shape != (len(passes), width):
-            record.drafts_mismatched += 1
-            record.note_mismatch(
+            report.drafts_mismatched += 1
+            report.note_mismatch(
                 f"The pass returned drafts of shape {list(drafts.shape)}, and [{len(passes)}, {width}] was asked for."
             )
+        self._check_slots(asked)
         start = 0
         for view, row in zip(passes, drafts.tolist(), strict=True):
             rows = asked.hidden[start : start + view.last + 1 - view.first]
             start += len(view.rows)
             self._check_request(view, rows, row[:k])
+
+    def _check_slots(self, asked: Pass) -> None:
+        """The target's rows have the host's slots in every group of the drafter, where it was given all of them."""
+        groups = getattr(self.view.drafter, "groups", None)
+        if groups is None or not asked.has_all_rows:
+            return
+        device = groups.primary.slot_mapping.device
+        first_positions = torch.tensor([request.first for request in asked.requests], device=device)
+        query_lens = torch.tensor([len(request.rows) for request in asked.requests], device=device)
+        self.report.note_slots(
+            *count_wrong_slots(groups.all, first_positions, query_lens, self.runner.max_model_len)
+        )
 
     def _check_request(self, view: RequestPass, hidden: Tensor, drafts: list[int]) -> None:
         followed = self._follow(view)
@@ -157,30 +171,30 @@ class Watcher:
         for cache, slots in zip(self.caches, self._unwritten, strict=True):
             slots[cache.slots(self._table(cache, view), view.first, view.last + 1)] = unwritten
         if unwritten:
-            self.record.rows_unwritten += self.modules * (view.last + 1)
+            self.report.rows_unwritten += self.modules * (view.last + 1)
             return
         if self.rng.random() < self.forget_rate:
             followed.reference.forget()
         # Drafts stand from L + 2 on, and known tokens come first.
-        if self.record.dtype != "float32":
+        if self.report.dtype != "float32":
             # The modules are held against what they were given: the target's own rounding is not the drafter's.
             followed.reference.hold(view.first, hidden)
         tokens = followed.tokens + drafts[len(followed.tokens) - (view.last + 2) :]
         followed.reference.update(tokens, view.last)
         error = (followed.reference.target_hidden()[view.first :] - hidden).abs().max().item()
         followed.target_error = max(followed.target_error, error)
-        self.record.max_target_error = max(self.record.max_target_error, error)
+        self.report.max_target_error = max(self.report.max_target_error, error)
         for cache in self.caches[: self.modules]:
             self._check_rows(view, followed, cache, drafts)
         self._check_drafts(view, followed, drafts)
 
     def _follow(self, view: RequestPass) -> Followed:
-        """Takes the pass's tokens into the request's known ones, and counts what happened to the request.
+        """Adds the pass's tokens to the request's known ones, and counts what happened to the request.
 
         Raises:
             AssertionError: the engine ran other tokens than the known ones.
         """
-        events = self.record.events
+        events = self.report.events
         followed = self._followed(view.request_id)
         resumed = followed.next_row is not None and view.first < followed.next_row
         events.preemptions += resumed
@@ -197,7 +211,7 @@ class Watcher:
             f"Request {view.request_id} ran the tokens {valid} from row {view.first} on, and {overlap} are known there."
         )
         if view.drafted:
-            self.record.note_rejected(view.drafted - (view.last - view.first))
+            self.report.note_rejected(view.drafted - (view.last - view.first))
         known += valid[len(overlap) :]
         if view.last + 1 < len(known):
             events.chunk_boundaries += 1
@@ -215,32 +229,32 @@ class Watcher:
     # Rows.
 
     def _check_rows(self, view: RequestPass, followed: Followed, cache: ModuleCache, drafts: list[int]) -> None:
-        record, module = self.record, cache.module
+        report, module = self.report, cache.module
         keys, values = (
             rows[:, cache.heads] for rows in (followed.reference.keys(module), followed.reference.values(module))
         )
         start, end = cache.first_visible(view.first), len(keys)
-        record.rows_freed += min(start, end)
-        record.rows_open += view.last + 1 - end
+        report.rows_freed += min(start, end)
+        report.rows_open += view.last + 1 - end
         if start >= end:
             return
         expected = torch.cat([keys[start:], values[start:]], dim=-1)
         got = torch.cat(cache.read(self._table(cache, view), start, end), dim=-1)
         error = (got - expected).abs()
-        wrong = (error > record.tolerance * expected.abs().clamp(min=1.0)) | ~error.isfinite()
+        wrong = (error > report.tolerance * expected.abs().clamp(min=1.0)) | ~error.isfinite()
         bad = wrong.flatten(1).any(1)
-        record.rows_checked += end - start
+        report.rows_checked += end - start
         count = int(bad.sum())
         if count == 0:
-            record.max_abs_error = max(record.max_abs_error, error.max().item())
+            report.max_abs_error = max(report.max_abs_error, error.max().item())
             return
-        if followed.took_another_expert(record):
-            record.rows_excused += count
+        if followed.took_another_expert(report):
+            report.rows_excused += count
             return
-        record.note_wrong_rows(module, count)
-        if record.wants_words:
+        report.note_wrong_rows(module, count)
+        if report.wants_words:
             row = int(bad.nonzero()[0])
-            record.note_mismatch(
+            report.note_mismatch(
                 self._explain_row(view, followed, cache, start + row, expected[row], got[row], len(drafts), count)
             )
 
@@ -285,32 +299,32 @@ class Watcher:
     # Drafts.
 
     def _check_drafts(self, view: RequestPass, followed: Followed, drafts: list[int]) -> None:
-        record, checkable = self.record, self._num_checkable(view, followed, len(drafts))
-        record.drafts_unchecked += len(drafts) - checkable
+        report, checkable = self.report, self._num_checkable(view, followed, len(drafts))
+        report.drafts_unchecked += len(drafts) - checkable
         for index, draft in enumerate(drafts[:checkable]):
             if index < len(self.caches):
                 logits = followed.reference.draft_logits(index, view.last)
             else:
                 assert self.continuation is not None
                 logits = self.continuation(followed.reference, view.last, drafts[:index])
-            record.drafts_checked += 1
+            report.drafts_checked += 1
             head, best = min(index, len(self.caches) - 1), int(logits.argmax())
             if best == draft:
                 continue
             behind = (logits[best] - logits[draft]).item()
-            if behind < record.tolerance * max(1.0, logits[best].abs().item()):
-                record.draft_ties += 1
-            elif followed.took_another_expert(record):
-                record.drafts_unchecked += 1
+            if behind < report.tolerance * max(1.0, logits[best].abs().item()):
+                report.draft_ties += 1
+            elif followed.took_another_expert(report):
+                report.drafts_unchecked += 1
             else:
-                record.drafts_mismatched += 1
-                record.note_mismatch(
+                report.drafts_mismatched += 1
+                report.note_mismatch(
                     f"Request {view.request_id}, draft {index} of {len(drafts)} at row L = {view.last} is {draft} and "
                     f"should be {best}, whose logit is {behind:.4g} higher at the head of module {head}."
                 )
 
     def _num_checkable(self, view: RequestPass, followed: Followed, k: int) -> int:
-        """How many of the drafts the reference can tell."""
+        """How many of the drafts, from the first on, the reference can judge."""
         if self.view.temperature(view.request_id) > 0 and not self.greedy_drafts:
             return 0
         modules = len(self.caches)
@@ -323,9 +337,9 @@ class Watcher:
     # Rows that the host never gave to the drafter.
 
     def _note_skipped(self, scheduled: Any) -> None:
-        """The rows of the step, and those before that wait for its tokens, hold whatever was there."""
+        """Marks the slots of the step's rows, and of the rows before that wait for its tokens, as never written."""
         batch = self.runner.input_batch
-        self.record.events.skipped_passes += 1
+        self.report.events.skipped_passes += 1
         for request_id, count in scheduled.num_scheduled_tokens.items():
             index = batch.req_id_to_index[request_id]
             first = int(batch.num_computed_tokens_cpu[index])

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from bench.reference.dense import DenseModel
 
 
 def reference_acceptance(model: Path, streams: Sequence[tuple[list[int], list[int]]], k: int) -> dict[str, Any]:
@@ -21,38 +22,48 @@ def reference_acceptance(model: Path, streams: Sequence[tuple[list[int], list[in
     """
     import torch
 
-    from bench.reference.dense import DenseModel, Reference
+    from bench.reference.dense import DenseModel
 
     torch.set_grad_enabled(False)
     dense = DenseModel(model)
-    passes, accepted_per_position = 0, [0] * k
-    for prompt, output in streams:
-        tokens, reference = prompt + output, Reference(dense)
-        for _ in range(k + 1):  # the last pass drafts past the stream
-            reference.update(tokens, len(tokens) - 1)
-            tokens = [*tokens, int(dense.logits(reference.target_hidden()[-1:]).argmax())]
-        reference.update(tokens, len(tokens) - 1)
-        greedy = [
-            dense.module_logits(i, reference.module_hidden(i)).argmax(-1).tolist() for i in range(dense.num_modules)
-        ]
-        last = len(prompt) - 1
-        while last + 1 < len(prompt) + len(output) - 1:
-            accepted = 0
-            while accepted < k:
-                if accepted < dense.num_modules:
-                    draft = greedy[accepted][last]
-                else:
-                    known = tokens[: last + 2 + accepted]
-                    reference.update(known, last)
-                    draft = int(reference.slide(last, known[last + 2 :]).argmax())
-                if draft != tokens[last + 2 + accepted]:
-                    break
-                accepted_per_position[accepted] += 1
-                accepted += 1
-            passes += 1
-            last += accepted + 1
+    counts = [_accepted_by_pass(dense, prompt, output, k) for prompt, output in streams]
+    passes = sum(map(len, counts))
+    accepted_per_position = [
+        sum(accepted > position for stream in counts for accepted in stream) for position in range(k)
+    ]
     return {
         "passes": passes,
         "accepted_per_position": accepted_per_position,
         "acceptance_length": 1 + sum(accepted_per_position) / passes if passes else 1.0,
     }
+
+
+def _accepted_by_pass(dense: "DenseModel", prompt: list[int], output: list[int], k: int) -> list[int]:
+    """How many drafts of each pass over a stream are right."""
+    from bench.reference.dense import Reference
+
+    tokens, reference = prompt + output, Reference(dense)
+    for _ in range(k + 1):  # the last pass drafts past the stream
+        reference.update(tokens, len(tokens) - 1)
+        tokens = [*tokens, int(dense.logits(reference.target_hidden()[-1:]).argmax())]
+    reference.update(tokens, len(tokens) - 1)
+    # By module and row; later passes change nothing about rows whose tokens are known.
+    greedy = [dense.module_logits(i, reference.module_hidden(i)).argmax(-1).tolist() for i in range(dense.num_modules)]
+
+    def draft(index: int, last: int) -> int:
+        """The draft of that index at row `last`, after drafts that were all right."""
+        if index < dense.num_modules:
+            return int(greedy[index][last])
+        known = tokens[: last + 2 + index]
+        reference.update(known, last)
+        return int(reference.slide(last, known[last + 2 :]).argmax())
+
+    counts = []
+    last = len(prompt) - 1
+    while last + 1 < len(prompt) + len(output) - 1:
+        accepted = 0
+        while accepted < k and draft(accepted, last) == tokens[last + 2 + accepted]:
+            accepted += 1
+        counts.append(accepted)
+        last += accepted + 1
+    return counts

@@ -44,7 +44,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How rows find their experts."""
+    """How a layer chooses each row's experts."""
 
     top_k: int
     activation: str
@@ -162,7 +162,7 @@ class Layer:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """As it is, where the architecture has no such norm."""
+        """The rows normed by that gain; as they are, where the architecture has no such norm."""
         gain = self.weights.get(f"{name}.weight")
         return x if gain is None else rms_norm(x, gain, self.eps)
 

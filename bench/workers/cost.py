@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.processes import report_progress
 from bench.spread import quartiles
-from bench.workers.compare import describe_engine, keep_engine_in_process, run_batch, run_worker
+from bench.workers.engine import describe_engine, keep_engine_in_process, run_batch, run_worker
 
 BLOCK_SIZE = 32
 

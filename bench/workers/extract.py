@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import report_progress, take_turn
-from bench.workers.compare import describe_engine, keep_engine_in_process, run_worker
+from bench.workers.engine import add_requests, describe_engine, keep_engine_in_process, run_worker
 
 # `MTP_PROPOSERS`, and the runner that is asked for; None: the default, which is not the same for all.
 MODES = {"none": ("off", None), "upstream": ("upstream", None), "ours": ("on", None), "ours-v2": ("on", "1")}
@@ -107,11 +107,6 @@ def ask(spec: dict[str, Any], max_tokens: int) -> Any:
 
     extra = {} if spec["mode"] == "none" else {"kv_transfer_params": {"include_output_tokens": True}}
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
-
-
-def add_requests(engine: Any, prompts: list[list[int]], params: Any, tag: str) -> None:
-    for i, prompt in enumerate(prompts):
-        engine.add_request(f"{tag}-{i}", {"prompt_token_ids": prompt}, params)
 
 
 def read_answer(output: Any) -> dict[str, Any]:

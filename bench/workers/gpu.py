@@ -7,8 +7,9 @@ from typing import Any
 
 from bench.processes import report_progress, take_turn
 from bench.spread import quartiles
-from bench.workers.compare import (
+from bench.workers.engine import (
     acceptance_counters,
+    add_requests,
     describe_engine,
     drafter_of,
     keep_engine_in_process,
@@ -27,7 +28,7 @@ MODES = {
 }
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches
-    "norm": ("norm",),  # before the products: "gemma" has "gemm" in it
+    "norm": ("norm",),  # before the GEMMs: "gemma" has "gemm" in it
     "attention": ("flash", "attention", "fmha"),
     "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma"),
     "experts": ("moe", "topk"),
@@ -126,8 +127,7 @@ def profile_steps(engine: Any, prompts: list[list[int]], output_tokens: int) -> 
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(f"profile-{i}", {"prompt_token_ids": prompt}, params)
+    add_requests(engine, prompts, params, "profile")
     seen: set[str] = set()
     while len(seen) < len(prompts):
         seen |= {output.request_id for output in engine.step()}
@@ -142,26 +142,29 @@ def profile_steps(engine: Any, prompts: list[list[int]], output_tokens: int) -> 
         wall = (time.perf_counter() - before) * 1e3
     while engine.has_unfinished_requests():
         engine.step()
-    kernels = [
+    launches = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
+    return {"profiled_step_ms": round(wall / PROFILED_STEPS, 4), **summarise_launches(launches)}
+
+
+def summarise_launches(launches: list[tuple[float, float, str]]) -> dict[str, Any]:
+    """Of the kernels that the profiled steps launched, each with its beginning and end in microseconds and its name."""
     families: dict[str, float] = defaultdict(float)
-    for start, end, name in kernels:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for start, end, name in launches:
         families[family_of(name)] += (end - start) / 1e3 / PROFILED_STEPS
-    longest: dict[str, list[float]] = defaultdict(list)
-    for start, end, name in kernels:
-        longest[name[:80]].append((end - start) / 1e3)
-    top = sorted(longest.items(), key=lambda item: -sum(item[1]))[:40]
+        by_name[name[:80]].append((end - start) / 1e3)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]
     return {
-        "gpu_busy_ms": round(busy((start, end) for start, end, _ in kernels) / 1e3 / PROFILED_STEPS, 4),
-        "profiled_step_ms": round(wall / PROFILED_STEPS, 4),
-        "kernels_per_step": round(len(kernels) / PROFILED_STEPS, 1),
+        "gpu_busy_ms": round(busy((start, end) for start, end, _ in launches) / 1e3 / PROFILED_STEPS, 4),
+        "kernels_per_step": round(len(launches) / PROFILED_STEPS, 1),
         "gpu_ms_by_family": {name: round(ms, 4) for name, ms in sorted(families.items(), key=lambda item: -item[1])},
         "top_kernels": {
             name: {"ms": round(sum(times) / PROFILED_STEPS, 4), "launches": round(len(times) / PROFILED_STEPS, 1)}
-            for name, times in top
+            for name, times in longest
         },
     }
 

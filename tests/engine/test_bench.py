@@ -11,7 +11,7 @@ import pytest
 from bench import cost
 from bench.compare import SCHEMA
 from bench.corpus import is_held_out, read_sources
-from tests.support.engine import TINY, run_command
+from tests.support.children import TINY, run_command
 
 SMALL = ["--prompts", "4", "--prompt-tokens", "48", "--output-tokens", "40", "--runs", "2", "--batch", "1,2"]
 EAGER = ["--engine", '{"enforce_eager": true}']
@@ -37,7 +37,7 @@ def test_a_comparison_names_what_ran_and_finds_all_modes_equal(comparison: tuple
     assert record["lossless"] is True
     assert "lossless: true" in table
     assert {"vllm", "torch", "platform", "commit"} <= record["environment"].keys()
-    # Records are published: where somebody's files lie is nobody's business.
+    # Records are published, so they must not have the paths of the machine that they were made on.
     assert "--json record.json" in record["environment"]["command"]
     proposers = {mode: entry["proposer"] for mode, entry in record["modes"].items()}
     assert proposers == {
@@ -116,7 +116,7 @@ def test_a_cost_says_what_was_run_beside_how_long_it_took(costs: tuple[dict[str,
     assert points.keys() == {("decode", 1), ("decode", 2), ("prompt", 1)}
     for point in points.values():
         assert (point["modules"], point["groups"], point["k"]) == (2, 2, 4)
-        # The chain's two, and two turns of it for the two drafts beyond.
+        # Two of the chain, and two more for each of the two drafts past the modules.
         assert point["forwards"] == 2 + 2 * 2
         assert 0 < point["ms"]["q1"] <= point["ms"]["median"] <= point["ms"]["q3"]
         assert point["passes"] > 1
@@ -201,14 +201,14 @@ def test_extraction_from_a_config_alone_is_measured_by_turns(tmp_path: Path) -> 
     assert result["settings"]["model"] == "model"
     none, ours = result["modes"]["none"], result["modes"]["ours"]
     assert len(none["runs"]) == len(ours["runs"]) == 2
-    # Of both rounds, a record each for prefill and decode.
+    # Each of two rounds checks four records of the prefill (48 rows) and four of the decode (48 + 7).
     assert (ours["rows"], ours["rows_wrong"], ours["files_missing"]) == (2 * 4 * (48 + 55), 0, 0)
     # Both engines were up before either was measured.
     assert done.stderr.index("ours: starting") < done.stderr.index("none: run 1 of 1")
 
 
 def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
-    # Of prompts in two steps the first ends before the second has begun.
+    # The prompts take several steps, so that the first request ends before the second has begun to decode.
     small = ["--prompts", "2", "--batch", "2", "--prompt-tokens", "200", "--output-tokens", "4", "--runs", "1"]
     chunks = ["--engine", '{"enforce_eager": true, "max_num_batched_tokens": 64}']
     done = bench("extract", "--model", TINY, "--layers", "1", *small, *chunks, "--rounds", "1", "--modes", "ours")

@@ -7,8 +7,10 @@ import pytest
 
 from bench.reference.mimo_checkpoint import VOCAB, write_adapter, write_checkpoint
 from tests.support import scenarios
+from tests.support.children import ChildFailedError
 from tests.support.distributions import chi_square, chi_square_bound, differ
-from tests.support.engine import ChildFailedError, Run, mtp, run
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import Run, run
 
 OURS = "proposers.v1.MultiGroupProposer"
 
@@ -45,7 +47,7 @@ def test_modules_of_fewer_launches_compute_what_the_hosts_do(as_with_kernels: bo
     value = run(scenarios.modules_against_the_hosts, mtp(3), as_with_kernels=as_with_kernels).value
     assert value["fused"]
     assert min(value["rows"]) > 300
-    # Of the last module's rows only those are computed to the end that something is made of.
+    # Only those rows of the last module are computed to the end that a draft is made from.
     assert value["wanted rows"][:-1] == value["rows"][:-1]
     assert value["wanted rows"][-1] < value["rows"][-1] / 3
     assert max(value["largest"]) < 1e-4, value["largest"]
@@ -128,7 +130,7 @@ def test_asynchronous_scheduling_gives_the_same_tokens() -> None:
     drafted = run(scenarios.asynchronous, {**mtp(3), "async_scheduling": True})
     assert drafted.value["async_scheduling"] is True
     assert_lossless(drafted, plain(scenarios.lossless))
-    # The drafts are as good as without it: a drafter that were fed the wrong tokens would still be lossless.
+    # Outputs would be the same for wrong drafts too; the acceptance shows that the drafts are as good as without it.
     without = run(scenarios.lossless, mtp(3)).value["metrics"]
     acceptance = [
         m["spec_decode_num_accepted_tokens"] / m["spec_decode_num_drafts"] for m in (drafted.value["metrics"], without)

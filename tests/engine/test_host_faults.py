@@ -1,4 +1,4 @@
-"""The faults of vLLM's own V1 proposer that ours must not have, by their numbers in the project's list.
+"""The faults of vLLM's own V1 proposer that ours must not have, by the numbers of `docs/host_faults.md`.
 
 Each check runs on both proposers: ours passes it, and vLLM's shows the fault. So no check here is one that can't fail.
 A check that vLLM starts to pass is a sign that the fault was fixed upstream.
@@ -21,8 +21,11 @@ from mtp.plan import DraftDescriptor, DraftPlan
 from proposers.models import mimo
 from proposers.v1 import MultiGroupProposer
 from tests.support import scenarios
-from tests.support.engine import TINY, ChildFailedError, mtp, run
-from tests.support.harness import (
+from tests.support.children import TINY, ChildFailedError
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import run
+from tests.support.observed_pass import chain_length
+from tests.support.rig import (
     CPU,
     MAX_NUM_SEQS,
     Batch,
@@ -35,7 +38,6 @@ from tests.support.harness import (
     make_rig,
     sliding,
 )
-from tests.support.passes import chain_length
 
 OURS, HOST = MultiGroupProposer, Step3p5MTPProposer
 MODULES = 3
@@ -48,7 +50,8 @@ def assert_bites(check: Callable[[type], None]) -> None:
         check(HOST)
 
 
-# Six drafts of three modules: ours slides on past its window, vLLM's goes round, and both run past the last row.
+# Six drafts of three modules: after the third ours slides its chain on by a row per draft, and vLLM's goes round to the
+# first module. Both write rows past the last one of the window.
 PAST_THE_MODULES = 6
 
 
@@ -80,19 +83,19 @@ def test_slots_are_right_in_every_group_for_a_mixed_batch_with_rejections() -> N
 
 def test_slots_in_an_engine_whose_groups_have_different_block_sizes(tmp_path: Path) -> None:
     config = json.loads(Path(TINY, "config.json").read_text())
-    # Half the heads make half the bytes per token, and vLLM evens pages out by doubling the block size.
+    # Layers with half the heads have half the bytes per token; vLLM gives their group blocks of twice the size.
     config["attention_other_setting"]["num_attention_groups"] = 1
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = {**mtp(3), "model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
     arguments = {"count": 4, "length": 100, "max_tokens": 30}
-    ours = run(scenarios.recorded, engine, **arguments).value
-    host = run(scenarios.recorded, engine, mode="upstream", **arguments).value
+    ours = run(scenarios.observed, engine, **arguments).value
+    host = run(scenarios.observed, engine, mode="upstream", **arguments).value
     assert len(set(ours["block sizes"])) > 1
     assert ours["wrong slots"] == []
     assert host["wrong slots"] != []
 
 
-# Fault 3: aliased positions at max_model_len.
+# Fault 3: near max_model_len two positions share a slot.
 
 
 @pytest.mark.parametrize("before_the_end", [3, 2, 1, 0])
@@ -112,7 +115,7 @@ def test_rows_at_the_end_of_the_context_keep_their_slots_and_rows_past_it_have_n
     assert_bites(check)
 
 
-# Fault 4: no drafts wanted.
+# Fault 4: a step that asks for no drafts.
 
 
 def test_no_drafts_are_no_columns_and_the_cache_is_written() -> None:
@@ -121,7 +124,7 @@ def test_no_drafts_are_no_columns_and_the_cache_is_written() -> None:
         drafts = rig.propose(Batch(seq_lens=[33, 40], query_lens=[33, 4]), num_speculative_tokens=0)
         assert drafts.shape == (2, 0)
         assert rig.wrong_slots() == []
-        # Every module that will ever draft has written: a row that is left out would be a hole.
+        # Every module that drafts in other steps has run: rows that it left out here would be missing there.
         assert [forward.module for forward in rig.forwards] == list(range(chain_length(rig.proposer)))
 
     assert_bites(check)
@@ -140,24 +143,24 @@ def test_fewer_drafts_than_configured_are_as_many_columns(wanted: int) -> None:
 
 @pytest.mark.parametrize("speculative", [{}, {"use_local_argmax_reduction": True}], ids=["logits", "local argmax"])
 def test_every_draft_is_the_greedy_token_of_its_own_modules_head(speculative: dict[str, Any]) -> None:
-    value = run(scenarios.recorded, mtp(3, **speculative), count=4, length=200, max_tokens=30).value
+    value = run(scenarios.observed, mtp(3, **speculative), count=4, length=200, max_tokens=30).value
     heads = value["heads"]
     assert heads["drafts"] > 0
     assert heads["own head"] == heads["drafts"]
-    # Were the heads alike, the wrong one would pass.
+    # If the heads were alike, drafts of the wrong one would pass the check above.
     assert heads["first head"] < 0.6 * heads["drafts"]
 
 
 def test_local_argmax_fails_in_vllms_own_proposer() -> None:
     engine = mtp(3, use_local_argmax_reduction=True)
     with pytest.raises(ChildFailedError, match="no attribute 'get_top_tokens'"):
-        run(scenarios.recorded, engine, mode="upstream", count=4, length=200, max_tokens=30)
+        run(scenarios.observed, engine, mode="upstream", count=4, length=200, max_tokens=30)
 
 
 # Fault 6: what the ranks of an expert-parallel or data-parallel group wait for.
 
 
-class RecordingEplb:
+class EplbSpy:
     """The one call that a proposer owes to vLLM's expert load balancer."""
 
     def __init__(self, rig: Rig) -> None:
@@ -172,7 +175,7 @@ def test_the_load_balancer_is_prepared_before_every_forward() -> None:
     def check(proposer: type) -> None:
         config = make_config()
         rig = make_rig(proposer, config, [full(32), sliding(32), sliding(32)])
-        eplb = RecordingEplb(rig)
+        eplb = EplbSpy(rig)
         rig.proposer.set_eplb_state(eplb)
         rig.propose(Batch(seq_lens=[33, 40], query_lens=[33, 4]))
         draft = config.speculative_config.draft_model_config
@@ -234,13 +237,13 @@ def test_a_lone_rank_runs_no_forward_more_than_it_needs(wanted: int) -> None:
     assert len(rig.forwards) == MODULES
 
 
-# Fault 7: gathered rows.
+# Fault 7: the slots of rows that are gathered, without padding, after rejections.
 
 
 def test_slots_of_gathered_rows_are_their_own() -> None:
     engine, arguments = mtp(3, disable_padded_drafter_batch=True), {"count": 4, "length": 200, "max_tokens": 30}
-    ours = run(scenarios.recorded, engine, **arguments).value
-    host = run(scenarios.recorded, engine, mode="upstream", **arguments).value
+    ours = run(scenarios.observed, engine, **arguments).value
+    host = run(scenarios.observed, engine, mode="upstream", **arguments).value
     assert ours["metrics"]["spec_decode_num_accepted_tokens"] < ours["metrics"]["spec_decode_num_draft_tokens"], (
         "without a rejection no row is gathered"
     )
@@ -249,7 +252,7 @@ def test_slots_of_gathered_rows_are_their_own() -> None:
     assert host["wrong slots"] != []
 
 
-# Fault 8: the end of a chunk.
+# Fault 8: the token that the last row of a prompt chunk takes.
 
 
 @pytest.mark.parametrize(
@@ -272,8 +275,8 @@ def test_slots_of_gathered_rows_are_their_own() -> None:
 def test_the_last_row_of_a_chunk_is_fed_the_token_that_follows(
     engine: dict[str, Any], arguments: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    ours = run(scenarios.recorded, {**mtp(3), **engine}, **arguments).value
-    host = run(scenarios.recorded, {**mtp(3), **engine}, mode="upstream", **arguments).value
+    ours = run(scenarios.observed, {**mtp(3), **engine}, **arguments).value
+    host = run(scenarios.observed, {**mtp(3), **engine}, mode="upstream", **arguments).value
     assert ours["fed"]["chunk ends"] > 0
     assert ours["fed"]["wrong"] == []
     assert ours["wrong slots"] == []
@@ -326,7 +329,7 @@ def test_the_draft_knows_the_types_of_its_layers_and_the_target_keeps_its_own_li
     target = config.model_config.hf_config
     assert config.speculative_config.draft_model_config.hf_config.layer_types == layer_types
     assert target.layer_types == layer_types[:num_layers]
-    # What extract_hidden_states does with a target's config; the whole list would be refused, as the fix must not be.
+    # This is what vLLM's extraction makes of the target's config; it refuses a list with the modules' types in it.
     assert ExtractHiddenStatesConfig(target).layer_types == layer_types[:num_layers]
     target.layer_types = layer_types
     with pytest.raises(Exception, match="num_hidden_layers"):

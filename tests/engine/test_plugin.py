@@ -16,8 +16,9 @@ from proposers.host.drafting import build_speculator
 from proposers.plugin import register
 from proposers.v1 import MultiGroupProposer
 from tests.support import scenarios
-from tests.support.engine import TINY, run, run_python
-from tests.support.harness import CPU, make_config
+from tests.support.children import TINY, run_python
+from tests.support.forked_engine import run
+from tests.support.rig import CPU, make_config
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 

@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 
 from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
 from tests.support import scenarios
-from tests.support.engine import mtp, run
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import run
 
 BLOCK = 4
 
@@ -57,7 +58,7 @@ def test_two_requests_share_the_keys_of_blocks_whose_following_tokens_they_share
         assert shared == max(0, parting - lookahead) // BLOCK
 
 
-class RecordingManager:
+class ManagerSpy:
     """Of one KV cache group."""
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class RecordingManager:
         self.boundaries.append(list(replay_boundaries))
 
 
-class RecordingCoordinator:
+class CoordinatorSpy:
     """What `look_ahead_in_prefix_cache` touches of the host's coordinator."""
 
     num_reprefillable_tokens = 2
@@ -77,7 +78,7 @@ class RecordingCoordinator:
     def __init__(self) -> None:
         self.block_pool = type("Pool", (), {"hash_block_size": BLOCK})
         self.asked: list[int] = []
-        self.single_type_managers = [RecordingManager(), RecordingManager()]
+        self.single_type_managers = [ManagerSpy(), ManagerSpy()]
 
     def get_num_cacheable_tokens(self, num_computed_tokens: int, kv_cache_group_id: int) -> int:
         return max(0, num_computed_tokens - self.num_reprefillable_tokens)
@@ -89,7 +90,7 @@ class RecordingCoordinator:
 
 
 def test_no_block_is_cached_before_it_has_a_key_and_none_is_looked_for_without_one() -> None:
-    coordinator = RecordingCoordinator()
+    coordinator = CoordinatorSpy()
     look_ahead_in_prefix_cache(coordinator, 3)
     for computed in range(40):
         cacheable = coordinator.get_num_cacheable_tokens(computed, 0) // BLOCK
@@ -100,7 +101,7 @@ def test_no_block_is_cached_before_it_has_a_key_and_none_is_looked_for_without_o
 
 
 def test_every_group_keeps_what_the_same_prompt_can_resume_at() -> None:
-    coordinator = RecordingCoordinator()
+    coordinator = CoordinatorSpy()
     look_ahead_in_prefix_cache(coordinator, 3)
     for manager in coordinator.single_type_managers:
         for length in (2, 9, 33):
@@ -111,7 +112,7 @@ def test_every_group_keeps_what_the_same_prompt_can_resume_at() -> None:
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_a_prompt_is_found_again_whatever_its_length(v2: bool) -> None:
-    # Not all of them by the interpreter.
+    # The interpreter of V2's kernels is slow, so not every length is tried there.
     lengths = [96, 97, 98, 99, 127] if v2 else list(range(3 * scenarios.BLOCK, 4 * scenarios.BLOCK))
     engine = {**mtp(3), "max_model_len": 200, "max_num_seqs": 2}
     hits = run(scenarios.resent, engine, v2=v2, lengths=lengths).value["hits"]

@@ -1,58 +1,20 @@
-"""vLLM's OpenAI server with the plugin, as a user starts it, on the loopback interface."""
+"""vLLM's OpenAI server with the plugin drafts, streams and ends."""
 
-import os
-import re
 import signal
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from vllm.utils.network_utils import get_open_port
 
-from bench.ports import free_port
-from tests.support.engine import ROOT, TINY, child_environment
+from tests.support.children import TINY
+from tests.support.server import Server, counter, serving
 
-START_S, STOP_S = 180, 60
+STOP_S = 60
 PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n    "
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen
-    url: str
-    log: Path
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
-            return response.read().decode()
-
-    def wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                pytest.fail(f"The server exited with {self.process.returncode}:\n{self.log.read_text()[-8000:]}")
-            try:
-                self.get("/health")
-            except OSError:
-                time.sleep(0.3)
-            else:
-                return
-        pytest.fail(f"The server was not healthy after {START_S} s:\n{self.log.read_text()[-8000:]}")
-
-    def descendants(self) -> list[int]:
-        """The server's process and all that it started, by the kernel's account."""
-        found = [self.process.pid]
-        for pid in found:
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += map(int, children.read_text().split())
-        return found
 
 
 def tiny_server() -> list[str]:
@@ -60,26 +22,6 @@ def tiny_server() -> list[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY, "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512"]
     return [*command, "--speculative-config", '{"method":"mtp","num_speculative_tokens":3}']
-
-
-@contextmanager
-def serving(log: Path, command: list[str], port: int) -> Iterator[Server]:
-    """Runs the command on a port of the loopback interface until it answers, and kills it if it is still there."""
-    command = [*command, "--host", "127.0.0.1", "--port", str(port)]
-    # As users have it: the engine in a process of its own, which has to find the plugin too.
-    environment = child_environment(MTP_PROPOSERS="on", VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    server = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        server.wait_until_healthy()
-        yield server
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def stream(server: Server, **request: Any) -> tuple[str, str]:
@@ -94,10 +36,6 @@ def stream(server: Server, **request: Any) -> tuple[str, str]:
     return text, reason
 
 
-def counter(metrics: str, name: str) -> float:
-    return sum(float(value) for value in re.findall(rf"^{name}_total{{[^}}]*}} (\S+)$", metrics, re.MULTILINE))
-
-
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -109,7 +47,7 @@ def is_running(pid: int) -> bool:
 def test_the_server_drafts_with_our_proposer_streams_and_shuts_down_cleanly(
     stop_signal: signal.Signals, tmp_path: Path
 ) -> None:
-    with serving(tmp_path / "server.log", tiny_server(), free_port()) as server:
+    with serving(tmp_path / "server.log", tiny_server(), get_open_port()) as server:
         text, reason = stream(server, max_tokens=64, temperature=0, extra_body={"ignore_eos": True})
         assert reason == "length"
         assert len(text) > 64 // 4

@@ -14,8 +14,9 @@ from bench.reference.mimo_checkpoint import VOCAB, write_checkpoint
 from proposers.architecture import known_architectures, why_not_on_v2
 from proposers.v2 import MultiGroupSpeculator
 from tests.support import scenarios
-from tests.support.engine import Run, mtp, run
-from tests.support.harness import CPU, MAX_NUM_SEQS, make_config
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import Run, run
+from tests.support.rig import CPU, MAX_NUM_SEQS, make_config
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_what_it_can_not_do_is_left_to_the_host(change: dict[str, Any], reason: 
     assert found is None if reason is None else reason in found
 
 
-# On the engine. (Every row and every draft: `tests/oracle/test_oracle.py`.)
+# On the engine. (`tests/oracle/test_oracle_on_v2.py` checks every row and every draft.)
 
 SMALL = {"max_model_len": 96, "max_num_batched_tokens": 48, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
 

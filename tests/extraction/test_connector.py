@@ -9,14 +9,16 @@ from typing import Any
 
 import openai
 import pytest
+from vllm.utils.network_utils import get_open_port
 
 from proposers.hidden_states import load
 from proposers.hidden_states.storage import Storage
-from tests.engine.test_server import counter, free_port, serving
-from tests.support import records
-from tests.support.engine import TINY, ChildFailedError, Run, run
-from tests.support.extraction import extract
-from tests.support.records import LAYERS, RING_BYTES, records_engine
+from tests.support import record_scenarios
+from tests.support.children import TINY, ChildFailedError
+from tests.support.engine_arguments import extract
+from tests.support.forked_engine import Run, run
+from tests.support.record_scenarios import LAYERS, RING_BYTES, records_engine
+from tests.support.server import counter, serving
 
 # The host's arithmetic and the reference's differ in the last bits of float32.
 TOLERANCE = 2e-5
@@ -27,7 +29,7 @@ SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
 @pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("records")
-    scenario = {"synchronous": records.many, "asynchronous": records.many_asynchronous}[request.param]
+    scenario = {"synchronous": record_scenarios.many, "asynchronous": record_scenarios.many_asynchronous}[request.param]
     engine = records_engine(root) | SMALL | {"async_scheduling": request.param == "asynchronous"}
     done = run(scenario, engine, root=str(root))
     assert done.value["async_scheduling"] == (request.param == "asynchronous")
@@ -58,7 +60,7 @@ def test_prompt_rows_or_all_rows_or_a_window_of_them_as_the_request_asks(many: R
     batches = many.value["batches"]
     rows = {name: [(f["first"], f["rows"] - f["prompt"]) for f in batches[name]] for name in ("alone", "one token")}
     assert rows == {"alone": [(0, 0)], "one token": [(0, 0)]}
-    # The token that was sampled last was not run.
+    # The token that was sampled last has no row: it was not run.
     assert {(f["first"], f["rows"] - f["prompt"]) for f in batches["sixteen"]} == {(0, 19)}
     assert [(f["first"], f["rows"]) for f in batches["window"]] == [(10, 35)]
     assert [(f["first"], f["rows"]) for f in batches["window past the end"]] == [(50, 60 + 7 - 50)]
@@ -107,7 +109,8 @@ def test_what_cannot_be_written_is_refused_in_the_response_and_leaves_nothing(ma
 
 
 def test_a_prompt_with_embeddings_in_it_has_no_record_and_the_response_says_so(tmp_path: Path) -> None:
-    done = run(records.embedded, records_engine(tmp_path) | {"enable_prompt_embeds": True}, root=str(tmp_path)).value
+    engine = records_engine(tmp_path) | {"enable_prompt_embeds": True}
+    done = run(record_scenarios.embedded, engine, root=str(tmp_path)).value
     assert all("has embeddings in it" in response["error"] for response in done["responses"])
     assert done["files"] == []
 
@@ -118,7 +121,7 @@ def test_host_memory_is_bounded_by_the_ring(many: Run) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_preempted_requests_have_all_their_rows(asynchronous: bool, tmp_path: Path) -> None:
-    scenario = records.crowded_asynchronous if asynchronous else records.crowded
+    scenario = record_scenarios.crowded_asynchronous if asynchronous else record_scenarios.crowded
     engine = records_engine(tmp_path) | {"num_gpu_blocks_override": 60, "async_scheduling": asynchronous}
     done = run(scenario, engine, root=str(tmp_path)).value
     assert done["async_scheduling"] == asynchronous
@@ -130,7 +133,8 @@ def test_preempted_requests_have_all_their_rows(asynchronous: bool, tmp_path: Pa
 
 def test_shards_hold_what_single_files_do(tmp_path: Path) -> None:
     row = 3 * 192 * 4
-    done = run(records.sharded, records_engine(tmp_path, sharded=True, shard_bytes=200 * row), root=str(tmp_path)).value
+    engine = records_engine(tmp_path, sharded=True, shard_bytes=200 * row)
+    done = run(record_scenarios.sharded, engine, root=str(tmp_path)).value
     records_of = done["outputs"]
     assert [facts for facts in records_of if not right(facts)] == []
     assert all(name.endswith(".shard.safetensors") for name in done["files"])
@@ -143,7 +147,7 @@ def test_shards_hold_what_single_files_do(tmp_path: Path) -> None:
 
 def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
     engine = records_engine(tmp_path) | {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
-    done = run(records.aborted, engine, root=str(tmp_path)).value
+    done = run(record_scenarios.aborted, engine, root=str(tmp_path)).value
     assert done["computed in prefill"] == 64
     assert done["status of the victim"] == "PREEMPTED"
     assert done["files"] == []
@@ -154,7 +158,7 @@ def test_aborted_requests_leave_nothing(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("records")
-    return run(records.failing, records_engine(root, ring_bytes=1 << 20), root=str(root)).value
+    return run(record_scenarios.failing, records_engine(root, ring_bytes=1 << 20), root=str(root)).value
 
 
 def test_a_full_disk_fails_the_records_that_do_not_fit_and_the_response_says_so(failing: dict[str, Any]) -> None:
@@ -177,7 +181,7 @@ def test_after_a_failed_write_there_is_no_trace_of_it_and_others_go_on(failing: 
 
 
 def test_a_disk_that_stands_still_holds_back_only_who_waits_for_it(tmp_path: Path) -> None:
-    done = run(records.others_go_on, records_engine(tmp_path), root=str(tmp_path)).value
+    done = run(record_scenarios.others_go_on, records_engine(tmp_path), root=str(tmp_path)).value
     assert all(name.endswith(".tmp") for name in done["20"]["files before"])
     assert len(done["150"]["files before"]) == 1  # of the one before
     for length, count in (("20", 1), ("150", 2)):
@@ -190,7 +194,8 @@ def test_a_disk_that_stands_still_holds_back_only_who_waits_for_it(tmp_path: Pat
 
 
 def test_on_the_v2_runner_every_record_is_there_and_every_row_is_right(tmp_path: Path) -> None:
-    done = run(records.few, records_engine(tmp_path) | SMALL | {"max_num_seqs": 4}, v2=True, root=str(tmp_path)).value
+    engine = records_engine(tmp_path) | SMALL | {"max_num_seqs": 4}
+    done = run(record_scenarios.few, engine, v2=True, root=str(tmp_path)).value
     found = [facts for batch in done["batches"].values() for facts in batch]
     assert done["runner"].startswith("vllm.v1.worker.cpu")
     assert len(found) == len(done["files"]) == 8
@@ -202,7 +207,7 @@ def test_on_the_v2_runner_every_record_is_there_and_every_row_is_right(tmp_path:
 
 def test_one_of_two_tensor_parallel_ranks_writes_and_says_so_once(tmp_path: Path) -> None:
     engine = records_engine(tmp_path) | {"tensor_parallel_size": 2}
-    done = run(records.two_ranks, engine, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, root=str(tmp_path))
+    done = run(record_scenarios.two_ranks, engine, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, root=str(tmp_path))
     assert [facts for facts in done.value["outputs"] if not right(facts)] == []
     assert len(done.value["files"]) == 2
     assert done.log.count("same on all 2 tensor-parallel ranks: rank 0 writes them") == 1
@@ -211,7 +216,7 @@ def test_one_of_two_tensor_parallel_ranks_writes_and_says_so_once(tmp_path: Path
 def test_a_connector_without_extraction_stops_the_engine_with_a_remedy(tmp_path: Path) -> None:
     engine = {key: value for key, value in records_engine(tmp_path).items() if key not in extract(LAYERS)}
     with pytest.raises(ChildFailedError, match="Give a speculative_config with that method"):
-        run(records.two_ranks, engine, root=str(tmp_path))
+        run(record_scenarios.two_ranks, engine, root=str(tmp_path))
 
 
 def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Path) -> None:
@@ -220,7 +225,7 @@ def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Pa
     command += ["--enforce-eager", "--max-model-len", "512"]
     for key, value in arguments.items():
         command += [f"--{key.replace('_', '-')}", json.dumps(value)]
-    with serving(tmp_path / "server.log", command, free_port()) as server:
+    with serving(tmp_path / "server.log", command, get_open_port()) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
         def complete(**kv_transfer_params: Any) -> Any:
@@ -247,7 +252,7 @@ def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Pa
     assert len(set(together)) == 16
     assert counter(metrics, "vllm:hidden_states_records_written") == 17
     assert counter(metrics, "vllm:hidden_states_records_failed") == 1
-    assert len(records.files(tmp_path / "records")) == 17
-    # A server waits 0 s for its engine unless told otherwise: what a kill left behind is for the next engine to remove.
+    assert len(record_scenarios.files(tmp_path / "records")) == 17
+    # By default a server kills its engine at once; what that leaves behind is removed by the next engine's storage.
     Storage(tmp_path / "records").close()
     assert not list((tmp_path / "records").glob(".writing-run-*"))

@@ -1,15 +1,17 @@
-"""The faults of vLLM's own extraction that ours must not have, on running engines, by their numbers in the list.
+"""The faults of vLLM's own extraction (`docs/host_faults.md`) that ours must not have, on running engines.
 
-Faults 4 and 10 are in `test_extract_config.py`, 7 in `test_supplementary.py`.
+Those of its configuration are in `tests/unit/test_extraction_plan.py`, of its memory in `tests/unit/test_store.py`.
 """
 
 from typing import Any
 
 import pytest
 
-from tests.support import extraction
-from tests.support.engine import TINY, ChildFailedError, run
-from tests.support.extraction import extract, write_model
+from tests.support import extraction_scenarios
+from tests.support.children import TINY, ChildFailedError
+from tests.support.engine_arguments import extract
+from tests.support.forked_engine import run
+from tests.support.tiny_models import write_model
 
 PROMPTS = [list(range(1, 40)), list(range(5, 90))]
 NEW_TOKENS = 20
@@ -24,28 +26,28 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def decode(path: str, mode: str = "on", engine: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
     arguments = {"prompts": PROMPTS, "max_tokens": NEW_TOKENS, **sampling}
     engine = {"model": path, "skip_tokenizer_init": True, **(extract([1, 3]) if engine is None else engine)}
-    return run(extraction.decode, engine, mode=mode, **arguments).value
+    return run(extraction_scenarios.decode, engine, mode=mode, **arguments).value
 
 
 def test_vllm_itself_refuses_models_without_the_eagle3_interface() -> None:
-    """Fault 2; that ours takes them is `test_extract_rows.py`."""
+    """That ours takes them is in `tests/extraction/test_rows.py`."""
     with pytest.raises(ChildFailedError, match="Model does not support EAGLE3 interface"):
         decode(TINY, mode="upstream")
 
 
 def test_nothing_is_drafted_and_a_step_makes_a_token(llama: str) -> None:
-    """Fault 3: a draft that is never right, and a position verified for nothing."""
+    """vLLM hands back a draft that is never right, and verifies its position for nothing."""
     ours, host = decode(llama), decode(llama, mode="upstream")
     assert ours["proposer"] == "proposers.hidden_states.extractor.ExtractHiddenStatesProposer"
     assert host["proposer"] == "vllm.v1.spec_decode.extract_hidden_states.ExtractHiddenStatesProposer"
     drafted = [r["metrics"]["spec_decode_num_draft_tokens"] for r in (ours, host)]
     assert drafted[0] == 0 < drafted[1]
-    # Both requests in every step: the prompts, then a position each.
+    # The first step has both prompts, and each step after it a position of each request.
     assert ours["num_tokens"] == [sum(map(len, PROMPTS))] + [2] * (NEW_TOKENS - 1)
     assert max(host["num_tokens"][1:]) == 4
 
 
-# Requests that all have a top-k, in steps without a draft, are what kills vLLM's rejection sampler on the CPU.
+# vLLM's rejection sampler crashes on the CPU in steps without a draft whose requests all have a top-k.
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_k": 5, "seed": 1}], ids=["greedy", "top-k"])
 def test_generation_is_what_it_is_without_extraction(sampling: dict[str, Any], llama: str) -> None:
     plain = decode(llama, mode="off", engine={}, **sampling)
@@ -57,14 +59,14 @@ def test_generation_is_what_it_is_without_extraction(sampling: dict[str, Any], l
 def test_blocks_are_copied_with_their_rows(llama: str) -> None:
     """The host copies blocks where a prefix of recurrent states ends inside one, every tensor of its list."""
     engine = {"model": llama, "skip_tokenizer_init": True, **extract([1, 3])}
-    assert run(extraction.copies_rows, engine).value
+    assert run(extraction_scenarios.copies_rows, engine).value
 
 
 def test_of_tensor_parallel_ranks_the_first_keeps_the_rows_and_all_have_as_many_blocks() -> None:
-    """Fault 7: hidden states are the same on every rank, and one copy will do."""
+    """Hidden states are the same on every rank, so one copy will do."""
     engine = {**extract([6, 2]), "skip_tokenizer_init": True, "tensor_parallel_size": 2}
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    found = run(extraction.ranks, engine, env=env, prompt=PROMPTS[0]).value
+    found = run(extraction_scenarios.ranks, engine, env=env, prompt=PROMPTS[0]).value
     assert found["stores"] == [True, False]
     assert len(set(found["num_blocks"])) == 1
     assert found["worst"] < 1e-5

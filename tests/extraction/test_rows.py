@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import extraction
-from tests.support.engine import TINY, run
-from tests.support.extraction import extract, write_model
+from tests.support import extraction_scenarios
+from tests.support.children import TINY
+from tests.support.engine_arguments import extract
+from tests.support.forked_engine import run
+from tests.support.tiny_models import write_model
 
 # Small chunks, and too few blocks for all requests at once.
 CROWDED = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
@@ -23,7 +25,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def parity(path: str, layer_ids: list[int], **more: Any) -> dict[str, Any]:
     arguments = {key: more.pop(key) for key in ("witnessed", "env") if key in more}
     engine = {**extract(layer_ids), "model": path, "skip_tokenizer_init": True, "max_num_seqs": 16, **more}
-    return run(extraction.parity, engine, **arguments).value
+    return run(extraction_scenarios.parity, engine, **arguments).value
 
 
 def assert_right(found: dict[str, Any], tolerance: float = 1e-5) -> None:

@@ -1,4 +1,4 @@
-"""Recorded passes in a real engine: every replay against the eager pass on the same inputs, bit for bit."""
+"""Captured passes in a real engine: every replay against the eager pass on the same inputs, bit for bit."""
 
 from typing import Any
 
@@ -7,26 +7,17 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from bench.corpus import held_out_prompts
+from bench.oracle.replayed import EagerGraph
 from bench.oracle.runners import view_of
 from mtp.rows import PassInputs
-from tests.support.engine import TINY
-
-
-class Eager:
-    """Stands for a recorded graph: runs what was recorded, on the same inputs."""
-
-    def __init__(self, graphs: Any, size: int, drafts: torch.Tensor) -> None:
-        self.graphs, self.size, self.drafts = graphs, size, drafts
-
-    def replay(self) -> None:
-        self.drafts.copy_(self.graphs.run_static(self.size))
+from tests.support.children import TINY
 
 
 class Checked:
-    """Stands before `PassGraphs.replay`: has the pass made eagerly first and undone, and compares.
+    """In place of `PassGraphs.replay`: runs the pass eagerly first, undoes what it did, then replays and compares.
 
     Eagerly it is made twice: on the graph's own inputs, padding included, which must give the same to the bit, and as
-    a step without graphs would make it. There a batch is not padded, so matrix products may add in another order.
+    a step without graphs would make it. There a batch is not padded, so GEMMs may add in another order.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -88,7 +79,7 @@ class Checked:
 
     def padded(self, size: int, *arguments: Any) -> torch.Tensor:
         graph, drafts = self.graphs._graphs[size]
-        self.graphs._graphs[size] = Eager(self.graphs, size, drafts), drafts
+        self.graphs._graphs[size] = EagerGraph(self.graphs, size, drafts), drafts
         result = self._replay(size, *arguments)
         self.graphs._graphs[size] = graph, drafts
         return result

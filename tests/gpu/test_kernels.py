@@ -10,7 +10,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.fusion.layers import fuse_gemma_norms
 from mtp.groups import KVGroup
-from mtp.kernels import decoder as fused
+from mtp.kernels import decoder
 from mtp.kernels.static_inputs import StaticInputs, fill_static_inputs_by_ops
 from mtp.rows import PassInputs, StepRows
 from mtp.slots import write_slot_mappings
@@ -56,7 +56,7 @@ def test_slots_of_all_groups_are_those_of_the_reference(seed: int) -> None:
     ("num_reqs", "size", "with_history"),
     [(1, 1, True), (3, 8, True), (70, 72, True), (128, 128, False), (5, 300, False)],
 )
-def test_the_inputs_of_a_recorded_pass_are_those_of_the_reference(num_reqs: int, size: int, with_history: bool) -> None:
+def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(num_reqs: int, size: int, with_history: bool) -> None:
     torch.manual_seed(num_reqs)
     starts = torch.cat([torch.zeros(1), torch.randint(1, 5, (num_reqs,)).cumsum(0)]).int().to(DEVICE)
     num_rows = int(starts[-1])
@@ -133,7 +133,7 @@ def test_an_addition_and_its_norm_are_those_of_the_reference(
     residual = make(9 if some else num_rows, size, dtype=dtype)
     arguments = make(num_rows, size, dtype=dtype), residual, make(size, dtype=dtype), 1e-5, rows
     for ours, wanted in zip(
-        fused.add_gemma_rms_norm(*arguments), fused.add_gemma_rms_norm_by_ops(*arguments), strict=True
+        decoder.add_gemma_rms_norm(*arguments), decoder.add_gemma_rms_norm_by_ops(*arguments), strict=True
     ):
         near(ours, wanted)
         assert ours.data_ptr() != residual.data_ptr() or num_rows == 0
@@ -150,9 +150,9 @@ def test_embeddings_beside_hidden_states_are_those_of_the_reference(
     embeddings = make(50 if with_ids else num_rows, size, dtype=dtype)
     hidden = make(num_rows, size + 8, dtype=dtype)[:, 8:]
     arguments = token_ids, embeddings, hidden, make(size, dtype=dtype), make(size, dtype=dtype), 1e-5
-    ours = fused.embed_norm_concat(*arguments)
+    ours = decoder.embed_norm_concat(*arguments)
     assert ours.shape == (num_rows, 2 * size)
-    near(ours, fused.embed_norm_concat_by_ops(*arguments))
+    near(ours, decoder.embed_norm_concat_by_ops(*arguments))
 
 
 @DTYPES
@@ -173,7 +173,7 @@ def test_normed_and_rotated_heads_are_those_of_the_reference(
     for positions, cos_sin in (([0, 299, 17], table.to(dtype)), ([5, 0, 299], table)):
         for integer in (torch.int64, torch.int32):
             arguments = query, key, *weights, 1e-5, torch.tensor(positions, dtype=integer, device=DEVICE), cos_sin
-            for ours, wanted in zip(fused.norm_rope(*arguments), fused.norm_rope_by_ops(*arguments), strict=True):
+            for ours, wanted in zip(decoder.norm_rope(*arguments), decoder.norm_rope_by_ops(*arguments), strict=True):
                 assert ours.is_contiguous()
                 near(ours, wanted)
 
@@ -187,7 +187,7 @@ def test_gated_heads_are_those_of_the_reference(
     torch.manual_seed(heads)
     x, gates = make(num_rows, heads * head_dim, dtype=dtype), make(num_rows, heads + 3, dtype=dtype)[:, 1 : heads + 1]
     chosen = None if rows is None else torch.tensor(rows[:num_rows], dtype=torch.int64, device=DEVICE)
-    near(fused.gate_heads(x, gates, chosen), fused.gate_heads_by_ops(x, gates, chosen))
+    near(decoder.gate_heads(x, gates, chosen), decoder.gate_heads_by_ops(x, gates, chosen))
 
 
 @DTYPES
@@ -200,8 +200,8 @@ def test_an_argmax_is_the_first_of_the_largest(vocab_size: int, dtype: torch.dty
     logits[3, ::2] = float("nan")
     logits[3, -1] = 60.0
     wanted = [int(logits[0].float().cpu().argmax()), vocab_size // 2, 0, vocab_size - 1]
-    assert fused.argmax(logits).tolist() == wanted
+    assert decoder.argmax(logits).tolist() == wanted
 
 
 def test_an_argmax_of_nothing_but_nan_is_a_token() -> None:
-    assert fused.argmax(make(2, 4097) * float("nan")).tolist() == [0, 0]
+    assert decoder.argmax(make(2, 4097) * float("nan")).tolist() == [0, 0]

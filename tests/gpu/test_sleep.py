@@ -1,16 +1,16 @@
-"""Recorded passes after sleep mode: weights and KV cache come back where the graphs know them."""
+"""Captured passes after sleep mode: weights and KV cache come back at the addresses that the graphs have."""
 
 import pytest
 
-from tests.gpu.test_modules import ENGINE
 from tests.support import scenarios
-from tests.support.engine import mtp, run
+from tests.support.engine_arguments import ENGINE_ON_CUDA, mtp
+from tests.support.forked_engine import run
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_an_engine_drafts_after_its_sleep_as_before(runner: str) -> None:
     engine = {
-        **ENGINE,
+        **ENGINE_ON_CUDA,
         **mtp(3, attention_backend="TRITON_ATTN"),
         "enforce_eager": False,
         "enable_sleep_mode": True,

@@ -1,4 +1,4 @@
-"""The tests of the window once more, with its kernels: on the GPU, or by Triton's interpreter."""
+"""The window of a pass once more, with its kernels: on the GPU, or by Triton's interpreter."""
 
 from collections.abc import Iterator
 
@@ -6,20 +6,17 @@ import pytest
 import torch
 
 from mtp.kernels.window import shift_rows
-from tests.unit import test_window
-from tests.unit.test_window import (  # noqa: F401
-    test_a_request_shorter_than_its_history_begins_at_position_0,
-    test_a_window_holds_the_steps_valid_rows_and_the_history_before_them,
-    test_one_module_has_no_history_and_its_window_is_the_step_itself,
-)
+from tests.support.window_tests import WindowTests
 
 
 @pytest.fixture(autouse=True)
-def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(test_window, "DEVICE", device)
-    with device:
+def on_the_device() -> Iterator[None]:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
+
+
+class TestWindowWithKernels(WindowTests):
+    pass
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 255, 256, 257, 5000])

@@ -10,7 +10,7 @@ import torch
 from bench.oracle.report import TOLERANCE
 from bench.oracle.schedules import SETUPS, draw_setups, plan_schedule
 from bench.reference.dense import DenseModel, Reference
-from tests.support.engine import TINY
+from tests.support.children import TINY
 from tests.support.oracle_children import assert_clean, run_child
 
 MODEL = Path(TINY)
@@ -21,7 +21,7 @@ def model() -> DenseModel:
     return DenseModel(MODEL)
 
 
-# Nothing wrong.
+# Passes of ours, in which the oracle has to find nothing wrong.
 
 EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the end", "two block sizes", "unpadded"]
 
@@ -31,12 +31,12 @@ def everything() -> dict[str, Any]:
 
 
 def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right() -> None:
-    record = everything()
-    assert record["rows_mismatched"] == 0, record["mismatches"]
-    assert record["drafts_mismatched"] == 0, record["mismatches"]
-    assert record["rows_checked"] > 100_000
-    assert record["drafts_checked"] > 1_000
-    assert record["rows_excused"] == record["rows_unwritten"] == 0
+    report = everything()
+    assert report["rows_mismatched"] == 0, report["mismatches"]
+    assert report["drafts_mismatched"] == 0, report["mismatches"]
+    assert report["rows_checked"] > 100_000
+    assert report["drafts_checked"] > 1_000
+    assert report["rows_excused"] == report["rows_unwritten"] == 0
 
 
 def test_everything_that_the_schedules_are_for_happened_in_them() -> None:
@@ -48,31 +48,31 @@ def test_everything_that_the_schedules_are_for_happened_in_them() -> None:
 
 
 def test_every_rank_holds_its_own_heads_of_every_row() -> None:
-    for records in two_ranks():
-        assert_clean(records[0])
-        assert records[0]["events"] == two_ranks()[0][0]["events"]
+    for reports in two_ranks():
+        assert_clean(reports[0])
+        assert reports[0]["events"] == two_ranks()[0][0]["events"]
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_ranks_agree_on_the_token_of_each_steps_own_head_without_its_logits(runner: str) -> None:
-    records: Any = run_child(
+    reports: Any = run_child(
         "ranked_faults", runner=runner, seed=9, setup="two ranks, local argmax", faults=[["none"]] * 2
     )
-    for (record,) in records:
-        assert_clean(record)
+    for (report,) in reports:
+        assert_clean(report)
 
 
 def two_ranks() -> list[list[dict[str, Any]]]:
-    """Of each of two ranks, the record of a schedule without a fault, and of one with a fault on the second rank."""
+    """Of each of two ranks, the report of a schedule without a fault, and of one with a fault on the second rank."""
     faults = [["none", "none"], ["none", "no_slots_for_module_1"]]
-    records: Any = run_child("ranked_faults", seed=1, setup="two ranks", faults=faults)
-    return records
+    reports: Any = run_child("ranked_faults", seed=1, setup="two ranks", faults=faults)
+    return reports
 
 
 def test_a_reused_block_was_finished_with_the_tokens_that_follow_it_here() -> None:
-    record = run_child("shared_block")
-    assert record["events"]["prefix_hits"] == 2
-    assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
+    report = run_child("shared_block")
+    assert report["events"]["prefix_hits"] == 2
+    assert report["rows_mismatched"] == report["drafts_mismatched"] == 0, report["mismatches"]
 
 
 def test_the_target_of_the_engine_is_the_reference_target() -> None:
@@ -171,7 +171,7 @@ def test_schedules_are_drawn_for_every_engine_before_any_gets_two() -> None:
     assert sum(number for _, number in draw_setups(random.Random(0), 200)) == 200
 
 
-# It bites.
+# Known faults, which the oracle has to see.
 
 
 FAULTS = (
@@ -190,75 +190,75 @@ ENGINES = sorted({engine for _, engine in FAULTS})
 
 def with_fault(fault: str, engine: str) -> dict[str, Any]:
     cases = [*FAULTS, *(("none", engine) for engine in ENGINES)]
-    records: Any = run_child("faults", seed=1, cases=cases)
-    record: dict[str, Any] = records[cases.index((fault, engine))]
-    return record
+    reports: Any = run_child("faults", seed=1, cases=cases)
+    report: dict[str, Any] = reports[cases.index((fault, engine))]
+    return report
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_schedules_that_show_the_faults_are_clean_without_them(engine: str) -> None:
-    record = with_fault("none", engine)
-    assert_clean(record)
-    assert record["events"]["chunk_boundaries"] > 0
-    assert len(record["events"]["rejections"]) > 2
-    assert (record["events"]["grammar_cuts"] > 0) == (engine == "grammars")
+    report = with_fault("none", engine)
+    assert_clean(report)
+    assert report["events"]["chunk_boundaries"] > 0
+    assert len(report["events"]["rejections"]) > 2
+    assert (report["events"]["grammar_cuts"] > 0) == (engine == "grammars")
 
 
 def test_it_sees_that_later_modules_never_saw_the_prompt() -> None:
-    record = with_fault("module_0_only", "preemption")
-    assert record["mismatched_by_module"].keys() == {"1", "2"}
-    assert record["drafts_mismatched"] > 0
-    assert "it was never written" in record["first_mismatch"]
-    assert "this pass was given its hidden state" in record["first_mismatch"]
+    report = with_fault("module_0_only", "preemption")
+    assert report["mismatched_by_module"].keys() == {"1", "2"}
+    assert report["drafts_mismatched"] > 0
+    assert "it was never written" in report["first_mismatch"]
+    assert "this pass was given its hidden state" in report["first_mismatch"]
 
 
 def test_it_sees_what_rejected_drafts_left_behind() -> None:
-    record = with_fault("no_history", "preemption")
-    assert record["mismatched_by_module"].keys() == {"1", "2"}
-    assert "a draft that has since been replaced" in record["first_mismatch"]
+    report = with_fault("no_history", "preemption")
+    assert report["mismatched_by_module"].keys() == {"1", "2"}
+    assert "a draft that has since been replaced" in report["first_mismatch"]
 
 
 def test_it_sees_slots_counted_in_another_groups_blocks() -> None:
-    record = with_fault("primary_block_size", "two block sizes")
+    report = with_fault("primary_block_size", "two block sizes")
     # The first group's rows suffer too: blocks of all groups come from one pool, and theirs are written into.
-    assert {"1", "2"} <= record["mismatched_by_module"].keys()
-    assert record["drafts_mismatched"] > 0
+    assert {"1", "2"} <= report["mismatched_by_module"].keys()
+    assert report["drafts_mismatched"] > 0
 
 
 def test_it_sees_a_chunk_whose_end_was_fed_the_wrong_token() -> None:
-    record = with_fault("wrong_chunk_end", "preemption")
-    assert "0" in record["mismatched_by_module"]
-    assert "module 0" in record["first_mismatch"]
-    assert "which is known" in record["first_mismatch"]
+    report = with_fault("wrong_chunk_end", "preemption")
+    assert "0" in report["mismatched_by_module"]
+    assert "module 0" in report["first_mismatch"]
+    assert "which is known" in report["first_mismatch"]
 
 
 def test_it_sees_rows_that_a_grammar_left_unverified_and_nobody_ran_again() -> None:
-    record = with_fault("repairs_rejections_only", "grammars")
-    assert record["mismatched_by_module"].keys() == {"1", "2"}
-    assert "a draft that has since been replaced" in record["first_mismatch"]
+    report = with_fault("repairs_rejections_only", "grammars")
+    assert report["mismatched_by_module"].keys() == {"1", "2"}
+    assert "a draft that has since been replaced" in report["first_mismatch"]
 
 
 def test_it_sees_a_chunk_of_a_single_module_whose_end_was_fed_the_wrong_token() -> None:
-    record = with_fault("wrong_chunk_end", "one module")
-    assert record["mismatched_by_module"].keys() == {"0"}
-    assert "which is known" in record["first_mismatch"]
+    report = with_fault("wrong_chunk_end", "one module")
+    assert report["mismatched_by_module"].keys() == {"0"}
+    assert "which is known" in report["first_mismatch"]
 
 
 def test_it_sees_a_rollout_on_the_wrong_hidden_states() -> None:
-    record = with_fault("stale_hidden_states", "one module")
-    assert record["rows_mismatched"] == 0  # rows past L are written again by the next pass
-    assert record["drafts_mismatched"] > 0
-    assert "draft 2 of 3" in record["first_mismatch"]
+    report = with_fault("stale_hidden_states", "one module")
+    assert report["rows_mismatched"] == 0  # rows past L are written again by the next pass
+    assert report["drafts_mismatched"] > 0
+    assert "draft 2 of 3" in report["first_mismatch"]
 
 
 def test_it_sees_hidden_states_that_flow_where_they_should_not() -> None:
-    record = with_fault("hidden_states_flow", "the target's hidden states, K=6")
-    assert record["mismatched_by_module"].keys() == {"1", "2"}
-    assert "this pass was given its hidden state" in record["first_mismatch"]
+    report = with_fault("hidden_states_flow", "the target's hidden states, K=6")
+    assert report["mismatched_by_module"].keys() == {"1", "2"}
+    assert "this pass was given its hidden state" in report["first_mismatch"]
 
 
 def test_it_sees_what_the_second_rank_alone_did_not_write() -> None:
-    first, second = (records[1] for records in two_ranks())
+    first, second = (reports[1] for reports in two_ranks())
     assert "1" in second["mismatched_by_module"]
     assert "it was never written" in second["first_mismatch"]
     # The first rank's own rows suffer from the module after, whose hidden states both ranks made.
@@ -266,10 +266,10 @@ def test_it_sees_what_the_second_rank_alone_did_not_write() -> None:
 
 
 def test_it_sees_that_padding_writes_into_blocks_of_others() -> None:
-    record = with_fault("padding_drafts_ahead", "replayed, K=6")
-    assert record["events"]["replays"] > 0
-    assert record["rows_mismatched"] > 0
-    assert "should be right because" in record["first_mismatch"]
+    report = with_fault("padding_drafts_ahead", "replayed, K=6")
+    assert report["events"]["replays"] > 0
+    assert report["rows_mismatched"] > 0
+    assert "should be right because" in report["first_mismatch"]
 
 
 def test_in_bfloat16_it_sees_a_fault_and_nothing_without_it() -> None:
@@ -281,6 +281,6 @@ def test_in_bfloat16_it_sees_a_fault_and_nothing_without_it() -> None:
 
 
 def test_it_sees_the_faults_of_vllms_own_proposer() -> None:
-    record = run_child("schedules", "upstream", count=1, seed=1, setups=["preemption"])
-    assert record["mismatched_by_module"].keys() == {"0", "1", "2"}
-    assert record["drafts_mismatched"] > 0
+    report = run_child("schedules", "upstream", count=1, seed=1, setups=["preemption"])
+    assert report["mismatched_by_module"].keys() == {"0", "1", "2"}
+    assert report["drafts_mismatched"] > 0

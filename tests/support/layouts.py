@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from proposers import plugin
 from proposers.hidden_states.plan import ExtractionPlan
 from proposers.host import patching as compat
-from tests.support.extraction import extract
+from tests.support.engine_arguments import extract
 
 BF16 = torch.bfloat16
 AVAILABLE = 20 << 30

@@ -6,7 +6,6 @@ calls a function of this module and prints what it returns as one line of JSON, 
 """
 
 import json
-import os
 import random
 import sys
 import warnings
@@ -15,58 +14,37 @@ from typing import Any
 
 import torch
 
-from bench.interpreter import choose_runner
+from bench.interpreter import choose_runner_from_environment
 from bench.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
 from bench.oracle.ranks import run_on_ranks
-from bench.oracle.report import Record
-from bench.oracle.schedules import SETUPS, RequestPlan, Setup
+from bench.oracle.report import Report
+from bench.oracle.schedules import SETUPS, RequestPlan, setup_called
 from bench.oracle.watch import Watcher
 from bench.reference.dense import DenseModel
-from tests.support.engine import TINY
+from tests.support.children import TINY
 
 MODEL = Path(TINY)
 
 
 def schedules(count: int, seed: int, setups: list[str]) -> dict[str, Any]:
-    """The record of random schedules on the engines of these names."""
+    """The report of random schedules on the engines of these names."""
     chosen = [setup for setup in SETUPS if setup.name in setups]
     return run_schedules(MODEL, count, seed, setups=chosen, progress=True).to_json()
 
 
 def faults(seed: int, cases: list[tuple[str, str]], dtype: str = "float32") -> list[dict[str, Any]]:
-    """Of every fault and the engine's name beside it, the record of one schedule."""
+    """Of every fault and the engine's name beside it, the report of one schedule."""
     from bench.oracle.faults import FAULTS
 
     return [
-        run_schedules(MODEL, 1, seed, setups=[_setup(name)], plant=FAULTS[fault], dtype=dtype).to_json()
+        run_schedules(MODEL, 1, seed, setups=[setup_called(name)], plant=FAULTS[fault], dtype=dtype).to_json()
         for fault, name in cases
     ]
 
 
-def on_rank(
-    model: str, count: int, seed: int, setup: str, modules: int | None, graphs: bool, faults: list[str]
-) -> list[dict[str, Any]]:
-    """One rank's records of a setup that has several, one for each fault that is planted there."""
-    from bench.oracle.faults import FAULTS
-
-    return [
-        run_schedules(
-            Path(model),
-            count,
-            seed,
-            modules=modules,
-            setups=[_setup(setup)],
-            plant=FAULTS[fault],
-            graphs=graphs,
-            progress=True,
-        ).to_json()
-        for fault in faults
-    ]
-
-
 def ranked_faults(seed: int, setup: str, faults: list[list[str]]) -> list[list[dict[str, Any]]]:
-    """Of every rank, its records of one schedule, one for each fault that is planted there."""
-    return run_on_ranks(MODEL, 1, seed, _setup(setup), faults=faults)
+    """Of every rank, its reports of one schedule, one for each fault that is planted there."""
+    return run_on_ranks(MODEL, 1, seed, setup_called(setup), faults=faults)
 
 
 def shared_block() -> dict[str, Any]:
@@ -82,11 +60,11 @@ def shared_block() -> dict[str, Any]:
     plans = [
         RequestPlan(12 * index, tokens, 4, 0.0, [], None, diverging=index == 0) for index, tokens in enumerate(prompts)
     ]
-    setup, record = _setup("chunks"), Record()
+    setup, report = setup_called("chunks"), Report()
     with Engine(MODEL, **setup.engine_arguments()) as engine:
-        watcher = Watcher(engine.runner, DenseModel(MODEL), record, 3, random.Random(0))
+        watcher = Watcher(engine.runner, DenseModel(MODEL), report, 3, random.Random(0))
         ScheduleRun(engine, setup, watcher, "shared block", 0, 36, plans).run()
-    return record.to_json()
+    return report.to_json()
 
 
 def waits_for_the_device(setup: str, num_prompts: int) -> list[str]:
@@ -98,7 +76,7 @@ def waits_for_the_device(setup: str, num_prompts: int) -> list[str]:
 
     texts, _ = read_texts(MODEL)
     waits: list[str] = []
-    with Engine(MODEL, **_setup(setup).engine_arguments(graphs=True)) as engine:
+    with Engine(MODEL, **setup_called(setup).engine_arguments(graphs=True)) as engine:
         propose = engine.drafter.propose
 
         def watched_propose(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +102,7 @@ def graphs_after_shutdown(setup: str) -> bool:
     """Whether a drafter that somebody still holds has its graphs when the engine is gone."""
     from vllm import SamplingParams
 
-    with Engine(MODEL, **_setup(setup).engine_arguments()) as engine:
+    with Engine(MODEL, **setup_called(setup).engine_arguments()) as engine:
         drafter = engine.drafter
         prompt = {"prompt_token_ids": read_texts(MODEL)[0][0][:20]}
         engine.llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -138,14 +116,14 @@ def greedy(num_prompts: int, num_tokens: int, max_tokens: int) -> dict[str, Any]
 
     texts, _ = read_texts(MODEL)
     prompts = [text[:num_tokens] for text in texts[:num_prompts]]
-    record = Record()
-    with Engine(MODEL, **_setup("K=1").engine_arguments() | {"num_gpu_blocks_override": 200}) as engine:
-        Watcher(engine.runner, DenseModel(MODEL), record, 0, random.Random(0))
+    report = Report()
+    with Engine(MODEL, **setup_called("K=1").engine_arguments() | {"num_gpu_blocks_override": 200}) as engine:
+        Watcher(engine.runner, DenseModel(MODEL), report, 0, random.Random(0))
         outputs = engine.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False),
         )
-    rejections = record.events.rejections
+    rejections = report.events.rejections
     return {
         "prompts": prompts,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
@@ -154,11 +132,6 @@ def greedy(num_prompts: int, num_tokens: int, max_tokens: int) -> dict[str, Any]
     }
 
 
-def _setup(name: str) -> Setup:
-    return next(setup for setup in SETUPS if setup.name == name)
-
-
 if __name__ == "__main__":
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        choose_runner("v2")
+    choose_runner_from_environment()
     print("\n" + json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

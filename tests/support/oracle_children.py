@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from tests.support.engine import run_command
+from tests.support.children import run_command
 
 
 def run_child(function: str, mode: str = "on", runner: str = "v1", **arguments: Any) -> Any:
@@ -22,8 +22,8 @@ def _run_once(function: str, mode: str, runner: str, arguments: str) -> Any:
     return json.loads(child.stdout.splitlines()[-1])
 
 
-def assert_clean(record: dict[str, Any]) -> None:
-    assert record["rows_mismatched"] == record["drafts_mismatched"] == 0, record["mismatches"]
-    assert record["rows_excused"] == record["rows_unwritten"] == 0
-    assert record["rows_checked"] > 0
-    assert record["drafts_checked"] > 0
+def assert_clean(report: dict[str, Any]) -> None:
+    assert report["rows_mismatched"] == report["drafts_mismatched"] == 0, report["mismatches"]
+    assert report["rows_excused"] == report["rows_unwritten"] == 0
+    assert report["rows_checked"] > 0
+    assert report["drafts_checked"] > 0

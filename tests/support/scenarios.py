@@ -1,4 +1,4 @@
-"""Scenarios for `tests.support.engine.run`: what is asked of an engine, the same with and without speculation."""
+"""Scenarios for `tests.support.forked_engine.run`: what is asked of an engine, with and without speculation alike."""
 
 import contextlib
 import random
@@ -10,9 +10,11 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
-from bench.workers.compare import drafter_of
+from bench.workers.engine import drafter_of
 from mtp.fusion.gemms import weight_of_both
-from proposers.models import step3p5
+from mtp.fusion import blocks
+from proposers.models.step3p5_modules import run_module as fused_module
+from tests.support.pass_observer import PassObserver
 
 MAX_MODEL_LEN = 320
 MAX_TOKENS = 40
@@ -124,7 +126,7 @@ def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]
         as_with_kernels: what is fused on CUDA only is fused here too, in its PyTorch version.
     """
     if as_with_kernels:
-        step3p5.has_kernels = lambda x: True
+        blocks.has_kernels = lambda x: True
     model = drafter_of(runner(llm)).model
     run_module, num_modules = model.forward, model.model.num_mtp_layers
     largest, rows, wanted_rows = [0.0] * num_modules, [0] * num_modules, [0] * num_modules
@@ -146,8 +148,8 @@ def modules_against_the_hosts(llm: LLM, as_with_kernels: bool) -> dict[str, Any]
         "largest": largest,
         "rows": rows,
         "wanted rows": wanted_rows,
-        "fused": run_module.func is step3p5.run_module,
-        "one product": [weight_of_both(x.qkv_proj, x.g_proj) is not None for x in attention],
+        "fused": run_module.func is fused_module,
+        "one GEMM": [weight_of_both(x.qkv_proj, x.g_proj) is not None for x in attention],
     }
 
 
@@ -169,7 +171,7 @@ def choices(llm: LLM) -> dict[str, Any]:
     tokenizer = llm.get_tokenizer()
     plain = greedy(llm, [text], 32)[0]
     result: dict[str, Any] = {"plain": plain, "stop token": [], "stop string": []}
-    # Whatever a step verifies at once, one of eight neighbouring tokens lies in the middle of it.
+    # A step verifies fewer than eight tokens, so one of eight neighbouring ones lies in the middle of a step.
     for i in range(8, 16):
         params = SamplingParams(temperature=0, max_tokens=32, stop_token_ids=[plain[i]], ignore_eos=True)
         output = generate(llm, [text], params)[0].outputs[0]
@@ -187,7 +189,7 @@ def choices(llm: LLM) -> dict[str, Any]:
 
 def samples(llm: LLM, count: int, temperature: float) -> dict[str, Any]:
     """First tokens of many seeded generations of one prompt."""
-    # Of the held-out prompts, one whose continuation is neither certain nor anyone's guess.
+    # Of the held-out prompts, one whose continuation is neither certain nor close to uniform.
     prompt = held_out_prompts(llm.get_tokenizer(), 4, 40)[3]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(count)
@@ -210,7 +212,7 @@ def by_seed(llm: LLM, prompt: list[int], temperature: float, count: int = 24) ->
     seeds: list[int | None] = list(range(count))
     return {
         "requests": draw(seeds),
-        # Others are beside each of them, and each is at another place in the batch.
+        # In another order and with ten more: each request has another index in the batch, and other neighbours.
         "requests, reversed": draw([*seeds, *range(100, 110)][::-1])[::-1][:count],
         "process": draw_after(5),
         "process again": draw_after(5),
@@ -262,7 +264,7 @@ def asynchronous(llm: LLM) -> dict[str, Any]:
     return {"async_scheduling": config.async_scheduling, **lossless(llm)}
 
 
-def _allow_async_scheduling() -> None:
+def allow_async_scheduling() -> None:
     """vLLM turns asynchronous scheduling off on the CPU, where it gains nothing, and would wait for CUDA's events.
 
     The scheduler and the runner's bookkeeping, which run ahead of the sampled tokens, are what a drafter has to get
@@ -287,14 +289,12 @@ def _allow_async_scheduling() -> None:
     torch.cuda.current_stream = lambda device=None: None
 
 
-asynchronous.prepare = _allow_async_scheduling
+asynchronous.prepare = allow_async_scheduling
 
 
-def recorded(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, Any]:
-    """Greedy generations with a recorder on the drafter."""
-    from tests.support.recorder import Recorder
-
-    recorder = Recorder(runner(llm))
+def observed(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, Any]:
+    """Greedy generations, and what the drafter fed its model in every pass of them."""
+    observer = PassObserver(runner(llm))
     draw = random.Random(0)
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init:
@@ -308,15 +308,15 @@ def recorded(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, An
         output.request_id: (prompt + generated, len(prompt))
         for output, prompt, generated in zip(outputs, prompts, tokens, strict=True)
     }
-    wrong_slots = recorder.wrong_slots()
+    wrong_slots = observer.wrong_slots()
     return {
         "tokens": tokens,
-        "passes": len(recorder.passes),
-        "block sizes": recorder.block_sizes,
+        "passes": len(observer.passes),
+        "block sizes": observer.block_sizes,
         "wrong slots": wrong_slots[:10],
         "number of wrong slots": len(wrong_slots),
-        "fed": recorder.fed_tokens(requests),
-        "heads": recorder.drafts_by_heads(),
+        "fed": observer.fed_tokens(requests),
+        "heads": observer.drafts_by_heads(),
         **state(llm),
     }
 

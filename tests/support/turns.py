@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import report_progress, take_turn
-from bench.workers.compare import run_worker
+from bench.workers.engine import run_worker
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import ROOT, run_python
+from tests.support.children import ROOT, run_python
 
 RUNNERS = (
     "vllm.v1.worker.gpu_model_runner",

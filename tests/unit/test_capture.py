@@ -1,4 +1,4 @@
-"""Where the residual stream of a model is, by its modules alone; that it is right is `test_extract_rows.py`."""
+"""Where the residual stream of a model is, by its modules alone. That it is right: `tests/extraction/test_rows.py`."""
 
 from typing import Any
 

@@ -9,8 +9,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing
 from proposers.plugin import register
-from tests.support.engine import TINY
-from tests.support.extraction import extract
+from tests.support.children import TINY
+from tests.support.engine_arguments import extract
 
 LAYERS = 6  # of the tiny model
 
@@ -26,7 +26,7 @@ def make_config(layer_ids: Any = (1, 3), *, engine: dict[str, Any] | None = None
     return EngineArgs(model=TINY, **more, **extract(ids, **speculative)).create_engine_config()
 
 
-# Layer ids (fault 4).
+# Layer ids.
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_vllm_itself_takes_layer_ids_that_there_are_not(layer_ids: tuple[int, ..
     assert tuple(config.eagle_aux_hidden_state_layer_ids) == layer_ids
 
 
-# Nothing is drafted (fault 3).
+# Nothing is drafted.
 
 
 def test_a_decode_step_has_one_position(request: pytest.FixtureRequest) -> None:
@@ -90,7 +90,7 @@ def test_a_config_that_reaches_another_process_is_as_good_there() -> None:
     assert config.num_speculative_tokens == 0
 
 
-# What would be silently wrong (fault 10).
+# What would be silently wrong.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two products as one, and the layers that must stay as they are."""
+"""Two GEMMs as one, and the layers that must stay as they are."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelL
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from mtp.fusion.gemms import is_plain, store_side_by_side, weight_of_both
-from tests.support.layers import product
+from tests.support.host_layers import plain_linear
 
 INPUT = 24
 
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     monkeypatch.setattr("mtp.fusion.gemms.has_kernels", lambda x: True)
     torch.manual_seed(0)
-    return Pair(product(QKVParallelLinear, 48, INPUT), product(ColumnParallelLinear, 8, INPUT))
+    return Pair(plain_linear(QKVParallelLinear, 48, INPUT), plain_linear(ColumnParallelLinear, 8, INPUT))
 
 
 def test_weights_side_by_side_are_one_and_still_those_of_their_layers(pair: Pair) -> None:
@@ -48,7 +48,7 @@ def by_another_weight(pair: Pair) -> None:
 
 
 def into_one_buffer_elsewhere(pair: Pair) -> None:
-    # As trainers do that keep all weights in one. In between lies another's.
+    # As trainers do that keep all weights in one buffer; the weight of another layer lies in between.
     flat = torch.randn(100, INPUT)
     pair.first.weight.data, pair.second.weight.data = flat[:48], flat[60:68]
 
@@ -111,4 +111,4 @@ def test_weights_that_do_not_fit_together_stay_apart(made: Callable[[Pair], None
 
 
 def test_on_a_cpu_no_layer_is_plain() -> None:
-    assert not is_plain(product(ColumnParallelLinear, 8, INPUT))
+    assert not is_plain(plain_linear(ColumnParallelLinear, 8, INPUT))

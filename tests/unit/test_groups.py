@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from mtp.attention import leave_sequences_whole
 from mtp.groups import KVGroups, bind_kv_groups, layers_by_module, make_attn_groups
 from mtp.slots import write_slot_mappings
-from tests.support.harness import CPU, HEAD, WINDOW, add_layer, full, kv_cache, layer_name, make_config, sliding
+from tests.support.rig import CPU, HEAD, WINDOW, add_layer, full, kv_cache, layer_name, make_config, sliding
 
 TARGET_LAYER = "model.layers.0.self_attn.attn"
 

@@ -17,7 +17,7 @@ from proposers.architecture import (
 from proposers.plugin import Mode
 from proposers.v1 import MultiGroupProposer
 from proposers.v2 import MultiGroupSpeculator
-from tests.support.engine import ChildFailedError, run_python
+from tests.support.children import ChildFailedError, run_python
 
 
 @pytest.mark.parametrize("word", ["on", "upstream", "off"])

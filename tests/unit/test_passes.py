@@ -8,13 +8,13 @@ from vllm.config import CUDAGraphMode
 
 from mtp.passes import Execution
 from proposers.v1 import MultiGroupProposer
-from tests.support.harness import Batch, RecordingModel, full, make_config, make_rig, sliding
+from tests.support.rig import Batch, SpyModel, full, make_config, make_rig, sliding
 
 BATCH = Batch(seq_lens=[33, 40], query_lens=[33, 4])
 LAST_ROWS = [32, 36]
 
 
-class EndsEarly(RecordingModel):
+class EndsEarly(SpyModel):
     """Notes which rows are wanted."""
 
     def __init__(self, *args: Any) -> None:

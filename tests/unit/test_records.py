@@ -25,8 +25,8 @@ from proposers.hidden_states.request import RecordRequest, Settings, checked_nam
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
 from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Writers, Written
-from tests.support.engine import child_environment
-from tests.support.records import files, no_file_longer_than
+from tests.support.children import child_environment
+from tests.support.record_scenarios import files, no_file_longer_than
 
 HIDDEN, LAYERS = 16, (4, 0)
 ROW_BYTES = len(LAYERS) * HIDDEN * 4

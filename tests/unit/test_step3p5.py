@@ -1,4 +1,7 @@
-"""Step-3.5's modules in fewer launches, and when they stay as they are (what they compute: `test_engine.py`)."""
+"""Step-3.5's modules in fewer launches, and when they stay as they are.
+
+What they compute is held against vLLM's own in `tests/engine/test_drafting.py`.
+"""
 
 import functools
 import logging
@@ -22,7 +25,7 @@ from mtp.fusion.gemms import store_side_by_side
 from mtp.fusion.guard import KnownForwards
 from proposers.models import step3p5_modules
 from proposers.models.step3p5_modules import fuse_modules
-from tests.support.layers import bare, product
+from tests.support.host_layers import bare, plain_linear
 
 
 class Another(nn.Module):
@@ -120,13 +123,13 @@ HIDDEN, HEADS, HEAD_DIM = 24, 8, 4
 
 
 @pytest.mark.parametrize("with_gates", [True, False])
-def test_queries_keys_values_and_gates_are_the_same_by_one_product(
+def test_queries_keys_values_and_gates_are_the_same_by_one_gemm(
     with_gates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mtp.fusion.gemms.has_kernels", lambda x: True)
     torch.manual_seed(0)
-    qkv_proj = product(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN)
-    g_proj = product(ColumnParallelLinear, HEADS, HIDDEN) if with_gates else None
+    qkv_proj = plain_linear(QKVParallelLinear, (HEADS + 4) * HEAD_DIM, HIDDEN)
+    g_proj = plain_linear(ColumnParallelLinear, HEADS, HIDDEN) if with_gates else None
     x, sizes = torch.randn(5, HIDDEN), [HEADS * HEAD_DIM, 2 * HEAD_DIM, 2 * HEAD_DIM]
     apart = project(qkv_proj, g_proj, x, sizes)
     if with_gates:
@@ -143,8 +146,8 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up_proj = product(ColumnParallelLinear, 12, HIDDEN)
-        self.act_fn, self.down_proj = nn.functional.silu, product(RowParallelLinear, HIDDEN, 12)
+        self.gate_up_proj = plain_linear(ColumnParallelLinear, 12, HIDDEN)
+        self.act_fn, self.down_proj = nn.functional.silu, plain_linear(RowParallelLinear, HIDDEN, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Step3p5MLP.forward(self, x)

@@ -33,7 +33,7 @@ def registered() -> None:
     register()
 
 
-# The number of blocks (fault 7: the rows in a group of their own, billed at the widest page).
+# The number of blocks: vLLM has the rows in a KV cache group of their own, and bills all groups at the widest page.
 
 
 @pytest.mark.parametrize("name", SHAPES)

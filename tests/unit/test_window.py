@@ -1,167 +1,16 @@
-"""The window of a pass against the story of its requests, told one row at a time."""
+"""The window of a pass: its rows, and the history that it takes the ones before the step from."""
 
-import itertools
 import random
-from dataclasses import dataclass, field
 
-import numpy as np
-import pytest
-import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
-
-from mtp.rows import StepRows
-from mtp.window import History, Window, build_window
-
-HIDDEN = 3
-DEVICE = torch.device("cpu")
+from tests.support.window_tests import WindowTests, make_history, make_story
 
 
-@dataclass
-class Story:
-    """A request: its true tokens, and how far the target has computed it."""
-
-    state: CachedRequestState
-    tokens: list[int]
-    computed: int = 0
-    # The history must have the rows from here on, where the request last began, or was resumed.
-    known_from: int = 0
-    rejected: int = field(default=0)
-
-    def hidden(self, position: int) -> list[float]:
-        return [self.tokens[position], position, len(self.tokens)]
-
-
-def make_story(rng: random.Random, name: str) -> Story:
-    state = CachedRequestState(name, [1], [], None, None, (), 0, [])
-    return Story(state, [rng.randrange(1, 1000) for _ in range(200)])
-
-
-def make_step(rng: random.Random, stories: list[Story], prefill: list[int]) -> tuple[StepRows, CommonAttentionMetadata]:
-    """The target's rows of one step: a chunk for each request that prefills, else one token and some drafts.
-
-    Rejected rows hold other tokens and other hidden states than the request ends up with.
-    """
-    tokens, positions, hidden, lens, seq_lens, upper = [], [], [], [], [], []
-    for story, chunk in zip(stories, prefill, strict=True):
-        length = chunk or 1 + rng.randrange(4)
-        story.rejected = 0 if chunk else rng.randrange(length)
-        for offset in range(length):
-            position, right = story.computed + offset, offset < length - story.rejected
-            tokens.append(story.tokens[position] if right else 5000 + offset)
-            hidden.append(story.hidden(position) if right else [-1.0] * HIDDEN)
-            positions.append(position)
-        lens.append(length)
-        seq_lens.append(story.computed + length)
-        # Under asynchronous scheduling the host's bound counts in what the step before may have had rejected.
-        upper.append(seq_lens[-1] + (0 if chunk else rng.randrange(4)))
-    query_start_loc = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-    cad = CommonAttentionMetadata(
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc.cpu(),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        num_reqs=len(stories),
-        num_actual_tokens=len(tokens),
-        max_query_len=max(lens),
-        max_seq_len=max(upper),
-        block_table_tensor=torch.zeros(len(stories), 1, dtype=torch.int32),
-        slot_mapping=torch.zeros(len(tokens), dtype=torch.int64),
-        seq_lens_cpu_upper_bound=torch.tensor(upper, dtype=torch.int32, device="cpu"),
-    )
-    rows = StepRows(
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(positions),
-        torch.tensor(hidden, dtype=torch.float32),
-        torch.tensor([story.rejected for story in stories], dtype=torch.int32),
-        query_start_loc,
-    )
-    return rows, cad
-
-
-def check_window(window: Window, stories: list[Story], lens: list[int], depth: int) -> None:
-    starts = window.cad.query_start_loc.tolist()
-    for request, (story, length) in enumerate(zip(stories, lens, strict=True)):
-        last = story.computed + length - 1 - story.rejected
-        rows = range(starts[request], starts[request + 1])
-        written = {int(window.seq_positions[row]): row for row in rows if window.seq_positions[row] >= 0}
-        # A row before these was final after the last pass, whatever was rejected; more than is asked for may come where
-        # a step has rows to spare, or a prefix hit ends where the history still has rows from before.
-        asked = range(max(min(story.computed, last - depth), story.known_from), last + 1)
-        assert set(asked) <= written.keys() <= set(range(story.computed - depth, last + 1))
-        for position, row in written.items():
-            assert int(window.req_indices[row]) == request
-            assert int(window.token_ids[row]) == story.tokens[position]
-            assert window.hidden_states[row].tolist() == story.hidden(position)
-            assert int(window.positions[row]) == position
-        assert int(window.last_rows[request]) == written[last]
-        assert int(window.last_positions[request]) == last
-        # The attention backend takes the rows for the last ones of a sequence of `seq_lens` tokens.
-        assert int(window.cad.seq_lens[request]) - len(rows) + (written[last] - rows[0]) == last
-        assert len(rows) <= max(lens[request], depth + 1)
-    assert window.cad.num_actual_tokens == window.num_rows == starts[-1]
-    assert window.cad.max_query_len == max(b - a for a, b in itertools.pairwise(starts))
-    assert window.cad.max_seq_len >= int(window.cad.seq_lens.max())
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(25))
-def test_a_window_holds_the_steps_valid_rows_and_the_history_before_them(depth: int, seed: int) -> None:
-    rng = random.Random(seed)
-    history = History(depth, 8, HIDDEN, torch.float32, (), DEVICE)
-    stories: dict[str, Story] = {}
-    for step in range(40):
-        if len(stories) < 4 and (not stories or rng.random() < 0.3):
-            name = f"request {step if rng.random() < 0.8 else 0}"  # ids come again
-            stories[name] = make_story(rng, name)
-        for name in [name for name, story in stories.items() if story.computed > 150 or rng.random() < 0.03]:
-            del stories[name]
-        running = rng.sample(list(stories), rng.randint(1, len(stories))) if stories else []
-        if not running:
-            continue
-        for name in running:
-            if stories[name].computed and rng.random() < 0.05:  # preempted, and resumed at a prefix hit
-                stories[name].computed = stories[name].known_from = 16 * rng.randrange(stories[name].computed // 16 + 1)
-        batch = [stories[name] for name in running]
-        prefill = [rng.choice([1, 2, 3, 7, 30]) if s.computed == s.known_from else 0 for s in batch]
-        rows, cad = make_step(rng, batch, prefill)
-        slots = torch.tensor(history.assign(running, {name: story.state for name, story in stories.items()}))
-        assert len(set(slots.tolist())) == len(running)
-        window = build_window(rows, cad, history, slots)
-        lens = cad.query_start_loc.diff().tolist()
-        check_window(window, batch, lens, depth)
-        history.store(slots, window)
-        for story, length in zip(batch, lens, strict=True):
-            story.computed += length - story.rejected
-
-
-def test_a_request_shorter_than_its_history_begins_at_position_0() -> None:
-    story = make_story(random.Random(0), "short")
-    history = History(4, 2, HIDDEN, torch.float32, (), DEVICE)
-    for prefill in ([1], [0], [0]):
-        rows, cad = make_step(random.Random(1), [story], prefill)
-        slots = torch.tensor(history.assign(["short"], {"short": story.state}))
-        window = build_window(rows, cad, history, slots)
-        check_window(window, [story], cad.query_start_loc.diff().tolist(), 4)
-        history.store(slots, window)
-        story.computed += int(cad.query_start_loc[1]) - story.rejected
-    assert story.computed <= 8
-
-
-def test_one_module_has_no_history_and_its_window_is_the_step_itself() -> None:
-    rng = random.Random(2)
-    stories = [make_story(rng, "a"), make_story(rng, "b")]
-    for story, computed in zip(stories, (0, 40), strict=True):
-        story.computed = story.known_from = computed
-    rows, cad = make_step(rng, stories, [9, 0])
-    window = build_window(rows, cad, None, None)
-    assert window.token_ids.tolist() == rows.token_ids.tolist()
-    assert window.cad.query_start_loc.tolist() == cad.query_start_loc.tolist()
-    assert window.last_rows.tolist() == (cad.query_start_loc[1:] - 1 - rows.num_rejected).tolist()
-    check_window(window, stories, cad.query_start_loc.diff().tolist(), 0)
+class TestWindowInPyTorch(WindowTests):
+    pass
 
 
 def test_a_request_that_waits_keeps_its_history_while_others_come_and_go() -> None:
-    history = History(2, 4, HIDDEN, torch.float32, (), DEVICE)
+    history = make_history(2, 4)
     states = {name: make_story(random.Random(0), name).state for name in "abcdefgh"}
     alive = {name: states[name] for name in "ab"}
     (slot,) = history.assign(["a"], alive)
@@ -172,7 +21,7 @@ def test_a_request_that_waits_keeps_its_history_while_others_come_and_go() -> No
 
 
 def test_a_new_request_of_an_old_id_does_not_inherit_its_rows() -> None:
-    history = History(2, 4, HIDDEN, torch.float32, (), DEVICE)
+    history = make_history(2, 4)
     old, new = (make_story(random.Random(i), "same id").state for i in range(2))
     (slot,) = history.assign(["same id"], {"same id": old})
     history.valid[slot] = 2

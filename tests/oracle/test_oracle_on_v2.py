@@ -21,10 +21,10 @@ def on_v2() -> dict[str, Any]:
 
 
 def test_on_the_v2_runner_every_row_and_every_draft_is_right() -> None:
-    record = on_v2()
-    assert_clean(record)
-    assert record["rows_checked"] > 50_000
-    assert record["drafts_checked"] > 1_000
+    report = on_v2()
+    assert_clean(report)
+    assert report["rows_checked"] > 50_000
+    assert report["drafts_checked"] > 1_000
 
 
 def test_everything_that_the_schedules_are_for_happened_on_the_v2_runner() -> None:
@@ -45,16 +45,16 @@ FAULTS_ON_V2 = {
 def test_on_the_v2_runner_it_sees_a_fault_and_nothing_without_it(fault: str) -> None:
     cases = list(FAULTS_ON_V2.items())
     cases += [("none", engine) for engine in sorted(set(FAULTS_ON_V2.values()))]
-    records: Any = run_child("faults", runner="v2", seed=1, cases=cases)
-    assert_clean(records[cases.index(("none", FAULTS_ON_V2[fault]))])
-    assert records[list(FAULTS_ON_V2).index(fault)]["rows_mismatched"] > 0
+    reports: Any = run_child("faults", runner="v2", seed=1, cases=cases)
+    assert_clean(reports[cases.index(("none", FAULTS_ON_V2[fault]))])
+    assert reports[list(FAULTS_ON_V2).index(fault)]["rows_mismatched"] > 0
 
 
 def test_it_sees_what_vllms_own_speculator_leaves_stale_where_the_number_of_drafts_changes() -> None:
     setups = ["K by batch, from 0", "grammars"]
-    record = run_child("schedules", "upstream", "v2", count=2, seed=1, setups=setups)
-    assert record["mismatched_by_module"].keys() >= {"1", "2"}
-    assert "a draft that has since been replaced" in record["first_mismatch"]
+    report = run_child("schedules", "upstream", "v2", count=2, seed=1, setups=setups)
+    assert report["mismatched_by_module"].keys() >= {"1", "2"}
+    assert "a draft that has since been replaced" in report["first_mismatch"]
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

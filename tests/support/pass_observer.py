@@ -1,4 +1,4 @@
-"""Writes down what a drafter feeds its model in a running engine, and judges it by the requests' own tokens."""
+"""Observes what a drafter feeds its model in a running engine, and judges it by the requests' own tokens."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 
-from tests.support.passes import Forward, Pass, chain_length, selected_module
+from tests.support.observed_pass import Forward, ObservedPass, chain_length, selected_module
 
 
-class Recorder:
+class PassObserver:
     """Listens to `runner.drafter`; takes vLLM's own as well as ours."""
 
     def __init__(self, runner: Any) -> None:
-        self.passes: list[Pass] = []
+        self.passes: list[ObservedPass] = []
         self._runner, self._drafter = runner, runner.drafter
         self._propose = runner.drafter.propose
-        runner.drafter.propose = self._record_pass
+        runner.drafter.propose = self._observe_pass
         runner.drafter.model.register_forward_pre_hook(self._before, with_kwargs=True)
         runner.drafter.model.register_forward_hook(self._after, with_kwargs=True)
         # The draft's layers by module, and the group of each.
@@ -29,13 +29,13 @@ class Recorder:
         """Of each module's group."""
         return [self._runner.input_batch.block_table[gid].block_size for gid in self._gids]
 
-    def _record_pass(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _observe_pass(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         batch, starts = self._runner.input_batch, kwargs["common_attn_metadata"].query_start_loc
         num_reqs, positions = batch.num_reqs, kwargs["target_positions"]
         last = kwargs["token_indices_to_sample"]
         tables = {gid: batch.block_table[gid].get_device_tensor(num_reqs).clone() for gid in set(self._gids)}
         self.passes.append(
-            Pass(
+            ObservedPass(
                 req_ids=list(batch.req_ids),
                 firsts=positions[starts[:-1]].tolist(),
                 lasts=positions[starts[1:] - 1 if last is None else last].tolist(),

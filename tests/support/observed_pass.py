@@ -36,7 +36,7 @@ class Forward:
 
 
 @dataclass
-class Pass:
+class ObservedPass:
     """One call of `propose`.
 
     Attributes:

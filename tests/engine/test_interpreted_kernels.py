@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.support.engine import run_command
+from tests.support.children import run_command
 
 
 def test_the_kernels_are_their_pytorch_versions_under_the_interpreter(tmp_path: Path) -> None:
-    # Of the random windows some: a second each, line by line.
+    # Only some of the random windows, which take the interpreter a second each.
     some = ["-k", "not test_a_window_holds or 5-", "--junit-xml", str(tmp_path / "report.xml")]
     child = run_command([sys.executable, "-m", "pytest", "tests/gpu", *some], TRITON_INTERPRET="1")
     assert child.returncode == 0, child.stdout[-6000:]

@@ -1,4 +1,4 @@
-"""Scenarios for `tests.support.engine.run`: engines that write records, and what lies on disk afterwards.
+"""Scenarios for `tests.support.forked_engine.run`: engines that write records, and what lies on disk afterwards.
 
 Every engine gets a storage root of its own by `records_engine`, and scenarios return facts; the tests judge them.
 """
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from vllm import LLM, SamplingParams
 
+from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import RecordDataset, load
-from tests.support.extraction import dense, extract
-from tests.support.scenarios import _allow_async_scheduling, metrics, runner
+from tests.support.engine_arguments import extract
+from tests.support.scenarios import allow_async_scheduling, metrics, runner
 
 LAYERS = [6, 0, 3]  # not ascending, the last layer's output among them
 RING_BYTES = 40 * 3 * 192 * 4  # forty tokens of the tiny model: requests come in pieces and writers are waited for
@@ -72,7 +73,7 @@ def examine(llm: LLM, output: Any) -> dict[str, Any]:
     info = record.info
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     stop = info.first_position + info.rows
-    expected = dense(llm.llm_engine.vllm_config.model_config.model)(tokens[:stop])[info.first_position :]
+    expected = residual_stream_of(llm.llm_engine.vllm_config.model_config.model)(tokens[:stop])[info.first_position :]
     expected = expected[:, list(info.layer_ids)]
     return facts | {
         "shape": list(record.hidden_states.shape),
@@ -168,7 +169,7 @@ def crowded_asynchronous(llm: LLM, root: str) -> dict[str, Any]:
     return crowded(llm, root)
 
 
-many_asynchronous.prepare = crowded_asynchronous.prepare = _allow_async_scheduling
+many_asynchronous.prepare = crowded_asynchronous.prepare = allow_async_scheduling
 
 
 def sharded(llm: LLM, root: str) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def aborted(llm: LLM, root: str) -> dict[str, Any]:
     for _ in range(3):
         engine.step()
     engine.abort_request(["decode0"])
-    # As many as the cache holds only at first; the last to come is preempted when the others grow.
+    # The cache holds all of them at first; when they grow, the last to come is preempted.
     add("crowd", *[60] * 6, max_tokens=120)
     while not any(r.num_preemptions for r in requests().values()):
         engine.step()

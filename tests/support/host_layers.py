@@ -17,7 +17,7 @@ def bare(kind: type[nn.Module], **children: nn.Module) -> nn.Module:
     return module
 
 
-def product(kind: type[LinearBase], rows: int, columns: int) -> Any:
+def plain_linear(kind: type[LinearBase], rows: int, columns: int) -> Any:
     """A layer as on a GPU: there `F.linear` multiplies with its weight."""
     linear: Any = bare(kind)
     linear.quant_method = UnquantizedLinearMethod()

@@ -1,4 +1,4 @@
-"""A real proposer over real configs, KV cache specs and attention layers, with a model that only writes down.
+"""A real proposer over real configs, KV cache specs and attention layers, with a model that is a spy.
 
 Nothing of vLLM is replaced but the draft's weights: what the proposer hands to a forward pass is what is looked at.
 """
@@ -28,8 +28,8 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from tests.support.engine import TINY
-from tests.support.passes import Forward, Pass, chain_length, selected_module
+from tests.support.children import TINY
+from tests.support.observed_pass import Forward, ObservedPass, chain_length, selected_module
 
 HEAD = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 WINDOW = 64
@@ -87,7 +87,7 @@ def add_layer(config: VllmConfig, name: str, spec: AttentionSpec, **more: Any) -
         )
 
 
-class RecordingModel(nn.Module):
+class SpyModel(nn.Module):
     """Writes down its forwards; module i's head always says `token(i)`."""
 
     def __init__(self, vocab_size: int, num_modules: int) -> None:
@@ -163,12 +163,12 @@ class Rig:
     """A proposer, its block tables, and the host's state of requests that have been running for long."""
 
     proposer: Any
-    model: RecordingModel
+    model: SpyModel
     kv_cache_config: KVCacheConfig
     num_modules: int
     tables: dict[int, torch.Tensor] = field(default_factory=dict)
     states: dict[str, CachedRequestState] = field(default_factory=dict)
-    last_pass: Pass | None = None
+    last_pass: ObservedPass | None = None
 
     def bind(self) -> None:
         """Binds the groups, and gives each a block table: other blocks in every group and for every request."""
@@ -249,14 +249,14 @@ class Rig:
             sampled, self.states, host_batch, torch.zeros(len(batch), dtype=torch.bool)
         )
 
-    def _expect(self, batch: Batch) -> Pass:
+    def _expect(self, batch: Batch) -> ObservedPass:
         gids = [
             next(
                 g for g, group in enumerate(self.kv_cache_config.kv_cache_groups) if layer_name(m) in group.layer_names
             )
             for m in range(self.num_modules)
         ]
-        return Pass(
+        return ObservedPass(
             req_ids=[str(request) for request in range(len(batch))],
             firsts=batch.firsts,
             lasts=batch.lasts,
@@ -292,11 +292,11 @@ def make_rig(
     _use_cpu_kernels()
     for module, spec in enumerate(specs):
         add_layer(config, layer_name(module), spec)
-    # Of the config alone: no other rank is started.
+    # The config alone says so: no other rank is started.
     config.parallel_config.data_parallel_size = data_parallel_size
     with set_current_vllm_config(config):
         proposer: Any = proposer_class(config, CPU)
-    proposer.model = RecordingModel(config.model_config.get_vocab_size(), len(specs))
+    proposer.model = SpyModel(config.model_config.get_vocab_size(), len(specs))
     proposer._draft_attn_layer_names = {layer_name(module) for module in range(len(specs))}
     groups = kv_cache(*(([layer_name(module)], spec) for module, spec in enumerate(specs)))
     rig = Rig(proposer, proposer.model, groups, len(specs))

@@ -1,9 +1,5 @@
-"""Engines that extract hidden states, what lies in their store, and dense references to compare with."""
+"""Scenarios for `tests.support.forked_engine.run`: engines that extract hidden states, and what lies in their store."""
 
-import functools
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,74 +7,8 @@ from vllm import LLM, SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from bench.reference import mimo_checkpoint as mimo
-from bench.reference.dense import DenseModel, Reference
+from bench.reference.residual import residual_stream_of
 from tests.support.scenarios import class_path, generate, metrics, runner
-
-# Tiny models as transformers makes them: three layers, so that the last one is not the second.
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
-MLA = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,  # with the next one the only size that the CPU backend has
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "head_dim": 64,
-    "num_key_value_heads": 2,
-    "first_k_dense_replace": 3,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
-    # Its layers hand on a residual that nobody adds.
-    "cohere": ("CohereConfig", {"logit_scale": 1.0}),
-    # Short convolutions and full attention.
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "conv_dim": 64, "block_dim": 64}),
-    "deepseek": ("DeepseekV3Config", MLA),
-}
-
-
-def extract(layer_ids: Any, **more: Any) -> dict[str, Any]:
-    """Engine arguments for extracting these layers' hidden states."""
-    hf_config = {} if layer_ids is None else {"eagle_aux_hidden_state_layer_ids": layer_ids}
-    config = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": hf_config},
-    }
-    return {"speculative_config": config | more}
-
-
-@functools.cache
-def write_model(family: str, folder: Path) -> str:
-    """Writes a tiny model of that family, with random weights, and returns its path."""
-    if family == "mimo":
-        return mimo.write_checkpoint(folder)
-    import transformers
-
-    name, more = FAMILIES[family]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | more))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms: all ones would hide a norm too many or too few
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 class StoreReader:
@@ -103,7 +33,7 @@ class StoreReader:
 
 
 class Witness:
-    """Writes down the stream of every token as the layers saw it, by hooks of its own, where nothing else can tell.
+    """Keeps the residual stream of every token as the layers saw it, by hooks of its own, for want of a reference.
 
     (vLLM's CPU build computes MLA and short convolutions otherwise than transformers does, with or without us.)
     """
@@ -134,47 +64,6 @@ class Witness:
 def plain_id(req_id: str) -> str:
     """The id of a request without what vLLM has put after it."""
     return req_id.split("-")[0]
-
-
-@functools.cache
-def dense(model: str) -> Callable[[list[int]], torch.Tensor]:
-    """Token ids to `[num_tokens, num_layers + 1, hidden_size]`, the residual stream by its ids.
-
-    By this project's own reference for Step-3.5, which transformers doesn't have, and by transformers for the others.
-    """
-    config = json.loads(Path(model, "config.json").read_text())
-    return _by_reference(model) if config["model_type"].startswith("step3p5") else _by_transformers(model)
-
-
-def _by_reference(model: str) -> Callable[[list[int]], torch.Tensor]:
-    weights = DenseModel(Path(model))
-
-    def run(token_ids: list[int]) -> torch.Tensor:
-        reference = Reference(weights)
-        reference.update(token_ids, len(token_ids) - 1)
-        return reference.residual_stream()
-
-    return run
-
-
-def _by_transformers(model: str) -> Callable[[list[int]], torch.Tensor]:
-    import transformers
-
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    reference = load(model, dtype=torch.float32, attn_implementation="eager")
-    # The last of its hidden states has been through the final norm.
-    last: list[torch.Tensor] = []
-    reference.model.layers[-1].register_forward_hook(
-        lambda layer, args, output: last.append(output[0] if isinstance(output, tuple) else output)
-    )
-
-    @torch.no_grad()
-    def run(token_ids: list[int]) -> torch.Tensor:
-        last.clear()
-        states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-        return torch.cat([*states[:-1], last[0]]).transpose(0, 1)
-
-    return run
 
 
 def prompts(count: int, shared: int = 0) -> list[list[int]]:
@@ -212,7 +101,7 @@ def parity(llm: LLM, *, witnessed: bool = False) -> dict[str, Any]:
             # The last token was sampled and not run.
             tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
             if witness is None:
-                expected = dense(llm.llm_engine.vllm_config.model_config.model)(tokens)
+                expected = residual_stream_of(llm.llm_engine.vllm_config.model_config.model)(tokens)
             else:
                 seen = witness.streams[output.request_id]
                 expected = torch.stack([seen[position] for position in range(len(tokens))]).float()
@@ -258,7 +147,7 @@ def ranks(llm: LLM, prompt: list[int]) -> dict[str, Any]:
     read = llm.collective_rpc(_stop_reading)
     config = llm.llm_engine.vllm_config
     layer_ids = config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
-    expected = dense(config.model_config.model)(tokens)[:, layer_ids]
+    expected = residual_stream_of(config.model_config.model)(tokens)[:, layer_ids]
     rows = torch.tensor(read[0]["rows"])
     return {
         "stores": [part["store"] for part in read],
