@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing, extracts
 from proposers.host.patching import Patch, apply_patches, check_vllm_version
+from proposers.host.start_up import START_UP_CHECKS
 from proposers.models import (
     SPECULATORS,
     Mode,
@@ -92,6 +93,7 @@ def _heads_of_the_targets_layers(original: Any) -> Any:
 
 
 START_UP_FIXES = (
+    *START_UP_CHECKS,
     Patch(
         target="vllm.transformers_utils.configs.step3p5:Step3p5Config.__init__",
         parameters=("self", ..., "num_hidden_layers", ..., "layer_types", ...),
