@@ -35,9 +35,7 @@ def count_wrong_slots(
     positions = (first_positions - starts)[req_indices] + torch.arange(num_tokens, device=query_lens.device)
     compared = wrong = 0
     for group in groups:
-        assert group.target_slot_mapping is not None, (
-            f"Group {group.kv_cache_group_id} has no slots of the host's."
-        )
+        assert group.target_slot_mapping is not None, f"Group {group.kv_cache_group_id} has no slots of the host's."
         ours = replace(group, slot_mapping=torch.full_like(group.slot_mapping[:num_tokens], -7))
         write_slot_mappings([ours], num_reqs, req_indices, positions, max_model_len, num_tokens)
         hosts = group.target_slot_mapping[:num_tokens]

@@ -25,8 +25,8 @@ from torch import Tensor
 from bench.oracle.cache import ModuleCache, module_caches
 from bench.oracle.replayed import count_replays
 from bench.oracle.report import ROUTING_TOLERANCES, Report
-from bench.oracle.slots import count_wrong_slots
 from bench.oracle.runners import Pass, RequestPass, V1Runner, view_of
+from bench.oracle.slots import count_wrong_slots
 from bench.reference.dense import DenseModel, Reference
 
 Continuation = Callable[[Reference, int, list[int]], Tensor]
@@ -161,9 +161,7 @@ class Watcher:
         device = groups.primary.slot_mapping.device
         first_positions = torch.tensor([request.first for request in asked.requests], device=device)
         query_lens = torch.tensor([len(request.rows) for request in asked.requests], device=device)
-        self.report.note_slots(
-            *count_wrong_slots(groups.all, first_positions, query_lens, self.runner.max_model_len)
-        )
+        self.report.note_slots(*count_wrong_slots(groups.all, first_positions, query_lens, self.runner.max_model_len))
 
     def _check_request(self, view: RequestPass, hidden: Tensor, drafts: list[int]) -> None:
         followed = self._follow(view)

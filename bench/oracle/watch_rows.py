@@ -44,9 +44,7 @@ class RowsWatcher:
             return
         first_positions, query_lens = rows
         self.report.passes += 1
-        self.report.note_slots(
-            *count_wrong_slots([anchor], first_positions, query_lens, self.runner.max_model_len)
-        )
+        self.report.note_slots(*count_wrong_slots([anchor], first_positions, query_lens, self.runner.max_model_len))
         self._check_rows(extractor, anchor, first_positions.tolist(), query_lens.tolist())
 
     def _check_rows(self, extractor: Any, anchor: Any, first_positions: list[int], query_lens: list[int]) -> None:

@@ -7,6 +7,7 @@ across layers, is its own matter (`mtp/kernels/decoder.py`, `proposers/models/st
 
 import copy
 import functools
+from typing import Any
 
 import torch
 import vllm.envs as envs
@@ -52,10 +53,13 @@ def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:
         for name, layer in parent.named_children()
         if isinstance(layer, RotaryEmbeddingBase | SiluAndMul)
     ]
+    # The target has the same rotary embeddings, and is compiled with them: so of copies, one for each, with the same
+    # tables. All else is a copy's own: a shallow one has the dicts of its original, and a reload that sets the tables
+    # aside and puts them back, layer by layer, finds nothing to set aside in the second layer and leaves both with it.
+    copied: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     with set_current_vllm_config(vllm_config):
         for parent, name, layer in found:
-            # The target has the same rotary embeddings, and is compiled with them: so of a copy, with the same tables.
-            own = copy.copy(layer)
+            own = copy.deepcopy(layer, copied)
             own._enforce_enable = True
             own._forward_method = own.dispatch_forward(compile_native=False)
             setattr(parent, name, own)

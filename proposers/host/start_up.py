@@ -1,9 +1,11 @@
 """Start-up: models that vLLM itself can't start. These patches are there for vLLM's own proposers too (`upstream`)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from proposers.hidden_states.plan import METHOD
 from proposers.host.patching import patch
 
 
@@ -67,4 +69,35 @@ def find_heads_by_layer_type(original: Any) -> Any:
     return _get_num_attention_heads
 
 
-PATCHES = (keep_layer_types, override_config, find_heads_by_layer_type)
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+    ("self", ...),
+    why="anything but a dictionary, such as the bare name of a method, is an AttributeError ('str' object has no "
+    "attribute 'items') that doesn't say what was wrong, nor where.",
+    upstream="none yet",
+    until="vLLM checks that its speculative config is a dictionary",
+)
+def check_speculative_config(original: Any) -> Any:
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.speculative_config is not None:
+            check_given(self.speculative_config)
+        return original(self, *args, **kwargs)
+
+    return create_speculative_config
+
+
+def check_given(given: Any) -> None:
+    """Raises `ValueError` where vLLM would go on as if it were a dictionary; what is in one, vLLM itself checks."""
+    _check_dictionary("speculative_config", given, '{"method": "mtp", "num_speculative_tokens": 3}')
+    draft = given.get("draft_model_config", given.get("draft-model-config"))
+    if given.get("method") == METHOD and isinstance(draft, dict) and "hf_config" in draft:
+        example = '{"eagle_aux_hidden_state_layer_ids": [1, 2]}'
+        _check_dictionary("speculative_config.draft_model_config.hf_config", draft["hf_config"], example)
+
+
+def _check_dictionary(name: str, given: Any, example: str) -> None:
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(f"{name} is {given!r}, and a dictionary with strings for keys is wanted, as in {example}.")
+
+
+PATCHES = (check_speculative_config, keep_layer_types, override_config, find_heads_by_layer_type)

@@ -11,8 +11,8 @@ from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
 from bench.workers.engine import drafter_of
-from mtp.fusion.gemms import weight_of_both
 from mtp.fusion import blocks
+from mtp.fusion.gemms import weight_of_both
 from proposers.models.step3p5_modules import run_module as fused_module
 from tests.support.pass_observer import PassObserver
 

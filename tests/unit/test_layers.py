@@ -7,6 +7,7 @@ from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from mtp.fusion.layers import fuse_gemma_norms, use_kernels_of_the_host
 
@@ -101,3 +102,18 @@ def test_batch_invariant_mode_keeps_the_hosts_layers(monkeypatch: pytest.MonkeyP
     with set_current_vllm_config(config):
         draft = Attention(1.0)
     assert use_kernels_of_the_host(draft, config) == 0
+
+
+def test_a_reload_layer_by_layer_leaves_every_layer_its_table() -> None:
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
+    with set_current_vllm_config(config):
+        target, draft = Attention(1.0), nn.ModuleList([Attention(1.0), Attention(1.0), Attention(0.5)])
+    table = target.rotary_emb.cos_sin_cache
+    use_kernels_of_the_host(draft, config)
+    first, second, other = (attention.rotary_emb for attention in draft)
+    assert first is second
+    initialize_layerwise_reload(draft)
+    assert target.rotary_emb.cos_sin_cache is table
+    finalize_layerwise_reload(draft, config.model_config)
+    assert first.cos_sin_cache is target.rotary_emb.cos_sin_cache is table
+    assert other.cos_sin_cache is not table
