@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,11 @@ def write_outputs(result: dict[str, Any], args: argparse.Namespace) -> None:
         draw(result, args.plot)
 
 
-def compare(args: argparse.Namespace) -> dict[str, Any]:
+def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
     """Runs every mode and returns the record that `--json` writes.
+
+    Args:
+        begins: is told which part begins: "engines", "runs", where the modes run by turns, and "reference".
 
     Raises:
         ValueError: a mode that doesn't exist.
@@ -79,7 +82,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in spec.items() if key != "prompts"}
     settings |= {"model": without_folder(args.model), "num_prompts": args.prompts, "by_turns": args.by_turns}
     specs = [{**spec, "mode": mode} for mode in modes]
-    raw = dict(zip(modes, run_modes(specs, by_turns=args.by_turns), strict=True))
+    begins("engines")
+    results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
+    raw = dict(zip(modes, results, strict=True))
+    begins("reference")
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], spec["batches"]) for mode in modes}
     lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,13 @@ class Worker:
 
 
 def run_modes(
-    specs: Sequence[dict[str, Any]], module: str = "bench.workers.compare", by_turns: bool = False
+    specs: Sequence[dict[str, Any]],
+    module: str = "bench.workers.compare",
+    by_turns: bool = False,
+    when_up: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """The result of each mode, as soon as it is known. Raises what `Worker.waits` does."""
-    return iter(run_modes_by_turns(specs, module)) if by_turns else (run_mode(spec, module) for spec in specs)
+    return iter(run_modes_by_turns(specs, module, when_up)) if by_turns else (run_mode(spec, module) for spec in specs)
 
 
 def run_mode(spec: dict[str, Any], module: str = "bench.workers.compare") -> dict[str, Any]:
@@ -109,11 +112,20 @@ def run_mode(spec: dict[str, Any], module: str = "bench.workers.compare") -> dic
     return run_modes_by_turns([spec], module)[0]
 
 
-def run_modes_by_turns(specs: Sequence[dict[str, Any]], module: str = "bench.workers.compare") -> list[dict[str, Any]]:
-    """Starts all modes side by side, and has them measure by turns. Raises what `Worker.waits` does."""
+def run_modes_by_turns(
+    specs: Sequence[dict[str, Any]],
+    module: str = "bench.workers.compare",
+    when_up: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Starts all modes side by side, and has them measure by turns. Raises what `Worker.waits` does.
+
+    Args:
+        when_up: is called once all have started, before the first turn.
+    """
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(spec, module)) for spec in specs]
         waiting = [worker for worker in workers if worker.waits()]
+        when_up()
         while waiting:
             waiting = [worker for worker in waiting if worker.has_its_turn()]
         return [worker.result() for worker in workers]
