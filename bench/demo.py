@@ -85,14 +85,14 @@ def conclude(result: dict[str, Any]) -> str:
     found = []
     best: dict[str, list[str]] = {}
     for batch in batches(result):
-        over = {mode: paired(result, "ours", mode, batch)["median"] for mode in ("upstream", "none")}
-        found.append(
-            f"with {requests(batch)} this package gave {over['upstream']:.2f} times the tokens/s of vLLM's proposer and "
-            f"{over['none']:.2f} times those of no speculation"
-        )
+        theirs, none = (paired(result, "ours", mode, batch)["median"] for mode in ("upstream", "none"))
+        found.append(f"{theirs:.2f} and {none:.2f} times with {requests(batch)}")
         best.setdefault(" or ".join(NAMES[mode] for mode in fastest(result, batch)), []).append(requests(batch))
     choices = " and ".join(f"{names} with {' and '.join(sizes)}" for names, sizes in best.items())
-    return f"To conclude: {', and '.join(found)}, so take {choices}, for a model of this size on this machine."
+    return (
+        "To conclude: the tokens/s of this package over those of vLLM's proposer and of no speculation were "
+        f"{', and '.join(found)}, so for a model of this size on this machine take {choices}."
+    )
 
 
 def fastest(result: dict[str, Any], batch: str) -> list[str]:
@@ -128,9 +128,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     sizes = batches(result)
-    figure, places = pyplot.subplots(1, len(sizes), figsize=(3.5 * len(sizes), 3.6), layout="constrained", squeeze=False)
+    figure, places = pyplot.subplots(
+        1, len(sizes), figsize=(3.5 * len(sizes), 3.6), layout="constrained", squeeze=False
+    )
     for axes, batch in zip(places[0], sizes, strict=True):
-        for i, (mode, name) in enumerate(NAMES.items()):
+        for i, mode in enumerate(NAMES):
             found = result["modes"][mode]["output_tokens_per_s"][batch]
             spread = [[found["median"] - found["q1"]], [found["q3"] - found["median"]]]
             axes.bar(i, found["median"], 0.7, yerr=spread, capsize=4, color=COLOURS[mode])

@@ -27,6 +27,10 @@ def test_the_readme_has_the_blocks_that_these_tests_run() -> None:
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
 
 
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len(README.split()) <= 700
+
+
 def test_the_structure_has_a_line_for_every_module() -> None:
     structure = (ROOT / "docs" / "structure.md").read_text()
     modules = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.cost import format_tables
-from tools.tables.records import record, show_ratio, span, table
+from tools.tables.records import record, sentences, show_ratio, span, table
 
 CPU_PROMPTS = (32, 256, 1024)
 
@@ -36,10 +36,8 @@ def cpu_acceptance() -> str:
         for mode, label in (("upstream", "vLLM's V1 proposer"), ("ours", "this package")):
             entry = cpu(prompt)["modes"][mode]
             by_position = " ".join(f"{share:.2f}" for share in entry["acceptance_per_position"])
-            rows.append(
-                [str(prompt), label, f"{entry['acceptance_length']:.2f}", f"{entry['acceptance_vs_reference']:.3f}"]
-                + [by_position]
-            )
+            length, share = f"{entry['acceptance_length']:.2f}", f"{entry['acceptance_vs_reference']:.3f}"
+            rows.append([str(prompt), label, length, share, by_position])
     head = ["prompt", "drafts by", "acceptance length", "of what exact drafts reach", "accepted by position"]
     return table(head, rows)
 
@@ -56,11 +54,12 @@ def cpu_says() -> str:
             slower.append(steps[1] / steps[0])
     single = [ratio for batch, ratio in over_none if batch == "1"]
     batches = [ratio for batch, ratio in over_none if batch != "1"]
-    return (
-        f"This package gives {span(over_theirs)} times the tokens/s of vLLM's proposer. **On this CPU speculation pays for "
-        f"single requests only**: {span(single)} times the tokens/s of no speculation at batch 1, and {span(batches)} times "
-        f"at batches of 4 and 16, because a step with drafts takes {span(slower, 1)} times as long as one without."
-    )
+    return sentences(f"""
+        This package gives {span(over_theirs)} times the tokens/s of vLLM's proposer. **On this CPU speculation pays
+        for single requests only**: {span(single)} times the tokens/s of no speculation at batch 1, and
+        {span(batches)} times at batches of 4 and 16, because a step with drafts takes {span(slower, 1)} times as long
+        as one without.
+    """)
 
 
 def cost() -> str:

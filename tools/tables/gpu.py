@@ -6,8 +6,9 @@ from functools import partial
 from math import isnan
 
 from bench.spread import show_quartiles
-from tools.tables.records import below_one, record, show, show_ratio, span, table
+from tools.tables.records import below_one, record, sentences, show, show_ratio, span, table
 
+TOKENS = "output_tokens_per_s"
 MODES = {
     "none": "no speculation",
     "upstream-v2": "vLLM's on V2",
@@ -78,8 +79,8 @@ def tokens_table(theirs: str, ours: str) -> str:
     rows = []
     for run in RUNS:
         for batch in run.batches:
-            speeds = [run.get(mode, "output_tokens_per_s", batch) for mode in ("none", theirs, ours)]
-            over = [run.ratio("output_tokens_per_s", ours, to, batch) for to in (theirs, "none")]
+            speeds = [run.get(mode, TOKENS, batch) for mode in ("none", theirs, ours)]
+            over = [run.ratio(TOKENS, ours, to, batch) for to in (theirs, "none")]
             if over != [None, None]:
                 rows.append([run.label, batch, *(show(speed, 0) for speed in speeds), *map(show_ratio, over)])
     return table(head, rows)
@@ -110,40 +111,55 @@ def steps_table(theirs: str, ours: str) -> str:
     return table(["run", "batch", *figures], rows)
 
 
+def gpu_setup() -> str:
+    chances = ", ".join(map(str, record(SHORT.name)["settings"]["acceptance_rates"]))
+    lengths = [SHORT.get(mode, "acceptance_length", batch) for mode in MODES for batch in SHORT.batches]
+    return sentences(f"""
+        Acceptance is synthetic: a draft is accepted with a chance of {chances} by its position, which gives
+        {span([length for length in lengths if length is not None], 1)} tokens a step, so that all drafters verify
+        equally many drafts. What exact drafts are worth is measured on the CPU below, with a trained model.
+    """)
+
+
 def gpu_says() -> str:
-    tokens = "output_tokens_per_s"
-    v1_long = LONG.ratios(tokens, "ours", "none")
-    apart = APART.ratios(tokens, "ours", "none")
-    return "\n".join(
-        [
-            f"- On V2, with prompts of 256 and 8 layers, it gives {span(SHORT.ratios(tokens, 'ours-v2', 'upstream-v2'))} "
-            f"times the tokens/s of vLLM's speculator and {span(SHORT.ratios(tokens, 'ours-v2', 'none'))} times those of "
-            f"no speculation. On the busy machine it is {span(BUSY.ratios(tokens, 'ours-v2', 'upstream-v2'))} and "
-            f"{span(BUSY.ratios(tokens, 'ours-v2', 'none'))}.",
-            f"- With 24 layers the target takes most of a step, which is the same for both: "
-            f"{span(DEEP.ratios(tokens, 'ours-v2', 'upstream-v2'))} times vLLM's tokens/s.",
-            f"- The GPU is busy for {span(SHORT.ratios('gpu_busy_ms', 'ours-v2', 'upstream-v2'))} of the time that it is "
-            "with vLLM's speculator (8 layers, prompts of 256). A step as a whole takes "
-            f"{span(SHORT.ratios('step_ms', 'ours-v2', 'upstream-v2'))} of vLLM's on the quiet machine and "
-            f"{span(BUSY.ratios('step_ms', 'ours-v2', 'upstream-v2'))} on the busy one, because a step that doesn't fill "
-            "the GPU is as long as the host takes.",
-            "- **Batches of long prompts hardly pay, whoever drafts.** With prompts of 4096, tokens/s over those of no "
-            f"speculation are {by_batch(LONG, tokens, 'ours-v2')} at batch {', '.join(LONG.batches)} on V2 (vLLM's: "
-            f"{by_batch(LONG, tokens, 'upstream-v2')}), and {by_batch(LONG, tokens, 'ours')} on V1 (vLLM's: "
-            f"{by_batch(LONG, tokens, 'upstream-v1')}). On V1 this package is below 1 in {below_one(v1_long)} of these "
-            f"{len(v1_long)}.",
-            "- **On V1 many prompts at once wait longer for their first token than with vLLM's proposer**, which leaves "
-            f"modules out there: up to {max(SHORT.ratios('ttft_ms', 'ours', 'upstream-v1')):.2f} times as long with "
-            f"prompts of 256 and {max(LONG.ratios('ttft_ms', 'ours', 'upstream-v1')):.2f} times with prompts of 4096.",
-            "- **On V1 a host with slow cores takes the gain away.** On machine C, where the modes ran one after the other "
-            f"and the cores were slow for V1's runs, V1's tokens/s were {by_batch(APART, tokens, 'ours')} of those of no "
-            f"speculation, below 1 in {below_one(apart)} of {len(apart)}.",
-        ]
+    over_theirs, over_none, step, busy = (
+        {run: span(run.ratios(figure, "ours-v2", to)) for run in (SHORT, BUSY, DEEP)}
+        for figure, to in (
+            (TOKENS, "upstream-v2"),
+            (TOKENS, "none"),
+            ("step_ms", "upstream-v2"),
+            ("gpu_busy_ms", "upstream-v2"),
+        )
     )
+    long = {mode: by_batch(LONG, mode) for mode in MODES}
+    wait = {run: f"{max(run.ratios('ttft_ms', 'ours', 'upstream-v1')):.2f}" for run in (SHORT, LONG)}
+    slower, slower_apart = (below_one(run.ratios(TOKENS, "ours", "none")) for run in (LONG, APART))
+    found = [
+        f"""On V2, with prompts of 256 and 8 layers, this package gives {over_theirs[SHORT]} times the tokens/s of
+        vLLM's speculator and {over_none[SHORT]} times those of no speculation. On a busy machine the ratios are
+        {over_theirs[BUSY]} and {over_none[BUSY]}.""",
+        f"""With 24 layers the target takes most of a step, which is the same for both: this package gives
+        {over_theirs[DEEP]} times vLLM's tokens/s.""",
+        f"""The GPU is busy for {busy[SHORT]} of the time that it is with vLLM's speculator (8 layers, prompts of
+        256). A step as a whole takes {step[SHORT]} of vLLM's on the quiet machine and {step[BUSY]} on the busy one,
+        because a step that doesn't fill the GPU is as long as the host takes.""",
+        f"""**Batches of long prompts hardly pay, whoever drafts.** With prompts of 4096 and batches of
+        {", ".join(LONG.batches)}, tokens/s over those of no speculation are {long["ours-v2"]} on V2 (vLLM's:
+        {long["upstream-v2"]}), and {long["ours"]} on V1 (vLLM's: {long["upstream-v1"]}). In {slower} of these
+        {len(LONG.batches)} batches on V1 this package is slower than no speculation.""",
+        f"""**On V1 many prompts at once wait longer for their first token than with vLLM's proposer**, which leaves
+        modules out there: up to {wait[SHORT]} times as long with prompts of 256, and {wait[LONG]} times with
+        prompts of 4096.""",
+        f"""**On V1 a host with slow cores takes the gain away.** On machine C, where the modes ran one after the
+        other and the cores were slow for V1's runs, this package's tokens/s on V1 were {by_batch(APART, "ours")} of
+        those of no speculation, and so fewer in {slower_apart} of {len(APART.batches)} batches.""",
+    ]
+    return "\n".join(sentences(text, bullet="- ") for text in found)
 
 
-def by_batch(run: Run, figure: str, mode: str, to: str = "none") -> str:
-    return ", ".join(f"{ratio:.2f}" for ratio in run.ratios(figure, mode, to))
+def by_batch(run: Run, mode: str) -> str:
+    """Tokens/s over those of no speculation."""
+    return ", ".join(f"{ratio:.2f}" for ratio in run.ratios(TOKENS, mode, "none"))
 
 
 def gpu_where() -> str:
@@ -193,9 +209,10 @@ def in_full(run: Run) -> str:
             cells = [
                 record(run.name)["modes"][mode]["prompts"][run.prompt].get(figure, {}).get(batch) for mode in modes
             ]
-            if any(cell == cell and cell is not None and cell != {} for cell in cells):
-                shown = [show_quartiles(cell, digits) if has_quartiles and cell else show(cell, digits) for cell in cells]
-                rows.append([f"`{figure}`", batch, *("-" if "nan" in cell else cell for cell in shown)])
+            shown = [show_quartiles(cell, digits) if has_quartiles and cell else show(cell, digits) for cell in cells]
+            shown = ["-" if "nan" in cell else cell for cell in shown]
+            if any(cell != "-" for cell in shown):
+                rows.append([f"`{figure}`", batch, *shown])
     return table(["", "batch", *modes.values()], rows)
 
 
@@ -217,6 +234,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-tokens-v1": gpu_tokens_v1,
     "gpu-steps-v2": gpu_steps_v2,
     "gpu-steps-v1": gpu_steps_v1,
+    "gpu-setup": gpu_setup,
     "gpu-says": gpu_says,
     "gpu-where": gpu_where,
     "gpu-memory": gpu_memory,

@@ -6,6 +6,7 @@ from typing import Any
 
 from tools.tables.records import RESULTS, table
 
+
 def oracle() -> str:
     rows = []
     for label, found in oracle_runs().items():
@@ -33,7 +34,9 @@ def oracle_says() -> str:
     runs = [run for found in oracle_runs().values() for run in found]
     rows, drafts, schedules = (sum(run[key] for run in runs) for key in ("rows_checked", "drafts_checked", "schedules"))
     wrong = sum(run["rows_mismatched"] + run["drafts_mismatched"] for run in runs)
-    return f"The records have {schedules} schedules with {rows:,} rows and {drafts:,} drafts, of which {wrong} are wrong."
+    return (
+        f"The records have {schedules} schedules with {rows:,} rows and {drafts:,} drafts, of which {wrong} are wrong."
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {

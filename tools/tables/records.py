@@ -1,6 +1,7 @@
 """The records in bench/results, and how their figures are shown."""
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,11 @@ def span(values: Iterable[float], digits: int = 2) -> str:
     values = list(values)
     low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
     return low if low == high else f"{low} to {high}"
+
+
+def sentences(text: str, bullet: str = "") -> str:
+    """The text in lines as long as a page's."""
+    return textwrap.fill(" ".join(text.split()), 120, initial_indent=bullet, subsequent_indent=" " * len(bullet))
 
 
 def below_one(ratios: Iterable[float]) -> int:
