@@ -35,8 +35,9 @@ def test_each_batch_size_has_its_own_choice() -> None:
     }
     assert conclude(result_of(speeds)) == (
         "To conclude: the tokens/s of this package over those of vLLM's proposer and of no speculation were 1.33 and "
-        "1.20 times with 1 request at a time, and 1.20 and 0.75 times with 4 requests at a time, so for a model of this "
-        "size on this machine take this package with 1 request at a time and no speculation with 4 requests at a time."
+        "1.20 times with 1 request at a time, and 1.20 and 0.75 times with 4 requests at a time, so for a model of "
+        "this size on this machine take this package with 1 request at a time and no speculation with 4 requests at a "
+        "time."
     )
 
 
