@@ -87,7 +87,10 @@ def conclude(result: dict[str, Any]) -> str:
     for batch in batches(result):
         theirs, none = (paired(result, "ours", mode, batch)["median"] for mode in ("upstream", "none"))
         found.append(f"{theirs:.2f} and {none:.2f} times with {requests(batch)}")
-        best.setdefault(" or ".join(NAMES[mode] for mode in fastest(result, batch)), []).append(requests(batch))
+        names = [NAMES[mode] for mode in fastest(result, batch)]
+        best.setdefault("any of the three" if len(names) == len(NAMES) else " or ".join(names), []).append(
+            requests(batch)
+        )
     choices = " and ".join(f"{names} with {' and '.join(sizes)}" for names, sizes in best.items())
     return (
         "To conclude: the tokens/s of this package over those of vLLM's proposer and of no speculation were "
@@ -136,7 +139,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             found = result["modes"][mode]["output_tokens_per_s"][batch]
             spread = [[found["median"] - found["q1"]], [found["q3"] - found["median"]]]
             axes.bar(i, found["median"], 0.7, yerr=spread, capsize=4, color=COLOURS[mode])
-            axes.text(i, found["median"] / 2, f"{found['median']:.0f}", ha="center", va="center", color="white")
+            axes.text(i, found["median"] * 0.03, f"{found['median']:.0f}", ha="center", va="bottom", color="white")
         axes.set_xticks(range(len(NAMES)), [name.replace(" ", "\n") for name in NAMES.values()])
         axes.set_title(requests(batch), fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

@@ -137,7 +137,8 @@ def main() -> None:
     print(f"accuracy on {len(held_out)} held-out records: {curve[0][1]:.3f} before, {curve[-1][1]:.3f} after")
     counts = {"records": len(records), "held_out": len(held_out), "tokens": info.rows, "steps": args.steps}
     accuracies = {"accuracy_before": round(curve[0][1], 4), "accuracy_after": round(curve[-1][1], 4)}
-    write_record({"environment": describe_environment(), **counts, **accuracies}, args.json)
+    command = f"python docs/train_draft_head.py --count {args.count} --tokens {args.tokens} --steps {args.steps}"
+    write_record({"environment": describe_environment() | {"command": command}, **counts, **accuracies}, args.json)
 
 
 if __name__ == "__main__":

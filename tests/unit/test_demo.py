@@ -44,6 +44,8 @@ def test_each_batch_size_has_its_own_choice() -> None:
 def test_what_the_spread_does_not_tell_apart_is_named_together() -> None:
     speeds = {"none": {1: [100.0, 130.0, 100.0]}, "upstream": {1: [50.0] * 3}, "ours": {1: [110.0, 110.0, 110.0]}}
     assert "take this package or no speculation with 1 request at a time" in conclude(result_of(speeds))
+    equal = {mode: {1: [100.0] * 3} for mode in NAMES}
+    assert "take any of the three with 1 request at a time" in conclude(result_of(equal))
 
 
 def test_a_turn_that_was_slow_for_all_changes_no_ratio() -> None:

@@ -54,8 +54,8 @@ def draft_head() -> str:
     return sentences(f"""
         extracts {found["records"]} records of {found["tokens"]} tokens from the tiny model and trains one attention
         layer on them, which sees three layers' hidden states and the next token, and is to say the one after it.
-        After {found["steps"]} steps it is right at {found["accuracy_after"]:.3f} of the positions of
-        {found["held_out"]} held-out records, and at {found["accuracy_before"]:.3f} before.
+        After {found["steps"]} steps it is right at {found["accuracy_after"]:.2f} of the positions of
+        {found["held_out"]} held-out records, and at {found["accuracy_before"]:.2f} before.
     """)
 
 
