@@ -4,6 +4,7 @@
 other. Which part a file belongs to depends on its name alone, so it is the same on every machine and Python version.
 """
 
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Iterator
@@ -39,7 +40,9 @@ def held_out_prompts(tokenizer, count: int, num_tokens: int) -> list[list[int]]:
     Raises:
         ValueError: the held-out text is too short for that many prompts.
     """
-    streams = [tokenizer.encode(text, add_special_tokens=False) for _, text in read_sources(held_out=True)]
+    # Not verbose: whole files are longer than the model takes, and prompts are cut out of them.
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    streams = [encode(text) for _, text in read_sources(held_out=True)]
     prompts: list[list[int]] = []
     for cut in range(max(len(stream) // num_tokens for stream in streams)):
         for stream in streams:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.corpus import read_sources
+from bench.environment import describe_environment, write_record
 from proposers.hidden_states import Record, RecordDataset
 from proposers.hidden_states.export import FinalNorm
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=320, help="records, a tenth of which are held out")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path, help="file for what came of it")
     args = parser.parse_args()
     torch.manual_seed(0)
     if not args.records.exists() or not any(args.records.iterdir()):
@@ -133,6 +135,10 @@ def main() -> None:
     head = DraftHead(MODEL, len(info.layer_ids))
     curve = train(head, [r for i, r in enumerate(records) if i % 10], held_out, args.steps)
     print(f"accuracy on {len(held_out)} held-out records: {curve[0][1]:.3f} before, {curve[-1][1]:.3f} after")
+    counts = {"records": len(records), "held_out": len(held_out), "tokens": info.rows, "steps": args.steps}
+    accuracies = {"accuracy_before": round(curve[0][1], 4), "accuracy_after": round(curve[-1][1], 4)}
+    command = f"python docs/train_draft_head.py --count {args.count} --tokens {args.tokens} --steps {args.steps}"
+    write_record({"environment": describe_environment() | {"command": command}, **counts, **accuracies}, args.json)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def store_side_by_side(first: Any, second: Any) -> bool:
     if sum(sizes) * first.weight.element_size() % ROW_ALIGNMENT:
         return False
     joined = torch.cat((first.weight.data, second.weight.data))
-    first.weight.data, second.weight.data = joined.split(sizes)
+    first.weight.data, second.weight.data = torch.split(joined, sizes)
     return True
 
 
@@ -60,7 +60,8 @@ def weight_of_both(first: Any, second: Any) -> torch.Tensor | None:
     """
     if not (is_plain(first) and is_plain(second)):
         return None
-    weight, behind = first.weight, second.weight
+    weight: torch.Tensor = first.weight
+    behind: torch.Tensor = second.weight
     if weight.untyped_storage().data_ptr() != behind.untyped_storage().data_ptr():
         return None
     if behind.data_ptr() != weight.data_ptr() + weight.nbytes or not weight.is_contiguous():

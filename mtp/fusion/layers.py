@@ -7,6 +7,7 @@ across layers, is its own matter (`mtp/kernels/decoder.py`, `proposers/models/st
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,7 +83,9 @@ def fuse_gemma_norms(model: nn.Module) -> int:
     return len(norms)
 
 
-def _forward(norm: GemmaRMSNorm, unfused, x: torch.Tensor, residual: torch.Tensor | None = None):
+def _forward(
+    norm: GemmaRMSNorm, unfused: Callable[..., Any], x: torch.Tensor, residual: torch.Tensor | None = None
+) -> Any:
     if residual is not None:
         return unfused(x, residual)
     return gemma_rms_norm(x, norm.weight, norm.variance_epsilon)

@@ -1,4 +1,7 @@
-"""The page about extraction does what it says: its program, its export, and the draft head in a short form."""
+"""The pages do what they say: all links, and of extraction the program, the export and a short form of the draft head.
+
+`tests/unit/test_figures.py` has the figures, `tests/engine/test_readme.py` the README.
+"""
 
 import re
 import sys
@@ -6,9 +9,40 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import ROOT, run_command
+from tests.support.children import ROOT, run_command
 
 PAGE = (ROOT / "docs" / "extraction.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page can be linked by."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_has_its_line_in_the_list_of_pages() -> None:
+    listing = ROOT / "docs" / "README.md"
+    listed = [(listing.parent / link).resolve() for link in LINK.findall(listing.read_text())]
+    assert sorted(listed) == sorted(page for page in PAGES if page != listing)
+
+
+def test_what_the_store_leaves_of_the_cache_is_what_the_page_says() -> None:
+    done = run_command([sys.executable, "-m", "tests.support.layouts"])
+    assert done.returncode == 0, done.stderr[-4000:]
+    (table,) = re.findall(r"<!-- printed: tests.support.layouts -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+    assert [line for line in done.stdout.splitlines() if line.startswith("|")] == table.splitlines()
 
 
 @pytest.fixture(scope="module")

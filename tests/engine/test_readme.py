@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.ports import free_port
-from tests.engine.test_server import serving
-from tests.support.engine import ROOT, run_command
+from vllm.utils.network_utils import get_open_port
+from tests.support.children import ROOT, run_command
+from tests.support.server import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 README = (ROOT / "README.md").read_text()
@@ -25,6 +25,10 @@ def test_the_readme_has_the_blocks_that_these_tests_run() -> None:
     assert "make demo" in REST
     assert len(SERVE) == 3
     assert {language for language, _ in BLOCKS} == {"bash", "python"}
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len(README.split()) <= 700
 
 
 def test_the_structure_has_a_line_for_every_module() -> None:
@@ -43,7 +47,7 @@ def test_a_serving_block_serves(command: str, tmp_path: Path) -> None:
     else:
         assert words[:4] == ["VLLM_CPU_KVCACHE_SPACE=1", "python", *MODULE[1:]]  # as it is in every child
         words = [sys.executable, *words[2:]]
-    with serving(tmp_path / "server.log", [*words, "--enforce-eager"], free_port()) as server:
+    with serving(tmp_path / "server.log", [*words, "--enforce-eager"], get_open_port()) as server:
         assert server.get("/health") == ""
     extracting = "extract_hidden_states" in command
     line = "ExtractHiddenStatesProposer keeps" if extracting else "v1.MultiGroupProposer drafts"

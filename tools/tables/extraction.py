@@ -1,0 +1,80 @@
+"""What was measured of extraction, by `bench extract`, and of the draft head that the records trained."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.spread import show_quartiles
+from tools.tables.records import record, sentences, show, span, table
+
+MODES = {"none": "no extraction", "upstream": "vLLM's", "ours": "this package", "ours-v2": "this package on V2"}
+
+
+def rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    rows = []
+    for part in ("prefill", "decode"):
+        rows.append([f"{part}, tokens/s", *(show_quartiles(entry[f"{part}_tokens_per_s"], 0) for entry in entries)])
+        rows.append([f"{part}, times the time", *(show(entry[f"overhead_{part}"], 2) for entry in entries)])
+    rows.append(["last answer, ms", *(show_quartiles(entry["last_answer_ms"], 0) for entry in entries)])
+    for label, key in (
+        ("rows checked", "rows"),
+        ("rows wrong", "rows_wrong"),
+        ("files not there when answered", "files_missing"),
+        ("blocks", "num_gpu_blocks"),
+        ("copies of a row", "copies"),
+    ):
+        # A run without extraction has no rows and no files.
+        known = ("rows" in entry or key == "num_gpu_blocks" for entry in entries)
+        rows.append(
+            [label, *(str(entry[key]) if is_known else "-" for entry, is_known in zip(entries, known, strict=True))]
+        )
+    waited = [entry.get("peak_host_bytes") for entry in entries]
+    rows.append(["MB of host memory that waited for the disk", *(show(n and n / 1e6, 0) for n in waited)])
+    return rows
+
+
+def on_cpu() -> str:
+    eager, compiled = (record(name)["modes"] for name in CPU_RECORDS)
+    entries = [modes[mode] for modes in (eager, compiled) for mode in ("none", "ours")]
+    head = [f"{MODES[mode]}, {how}" for how in ("eager, batch 16", "compiled, batch 8") for mode in ("none", "ours")]
+    return table(["", *head], rows_of(entries))
+
+
+CPU_RECORDS = ("extract-cpu-eager", "extract-cpu")
+
+
+def on_gpu() -> str:
+    modes = record("extract-h200")["modes"]
+    on_disk = record("extract-h200-disk")["modes"]["ours"]
+    entries = [*(modes[mode] for mode in MODES), on_disk]
+    return table(["", *MODES.values(), "this package, on the disk"], rows_of(entries))
+
+
+def draft_head() -> str:
+    found = record("draft-head-cpu")
+    return sentences(f"""
+        extracts {found["records"]} records of {found["tokens"]} tokens from the tiny model and trains one attention
+        layer on them, which sees three layers' hidden states and the next token, and is to say the one after it.
+        After {found["steps"]} steps it is right at {found["accuracy_after"]:.2f} of the positions of
+        {found["held_out"]} held-out records, and at {found["accuracy_before"]:.2f} before.
+    """)
+
+
+def on_cpu_says() -> str:
+    prefill, decode = (
+        span(record(name)["modes"]["ours"][f"overhead_{part}"] for name in CPU_RECORDS)
+        for part in ("prefill", "decode")
+    )
+    return sentences(f"""
+        Decoding takes {decode} times as long as without extraction, and a prefill with the wait for its files
+        {prefill} times. Medians and quartiles of nine runs in three processes, the tiny model in float32, 64 prompts
+        of 200 tokens, 96 new tokens, two cores of a shared machine (`python -m bench extract --model
+        assets/tiny-step3p5 --layers 1,3,N`).
+    """)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "extraction-cpu": on_cpu,
+    "extraction-gpu": on_gpu,
+    "extraction-cpu-says": on_cpu_says,
+    "draft-head": draft_head,
+}

@@ -1,0 +1,45 @@
+"""What the oracle compared."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tools.tables.records import RESULTS, table
+
+
+def oracle() -> str:
+    rows = []
+    for label, found in oracle_runs().items():
+        wrong = sum(run["rows_mismatched"] + run["drafts_mismatched"] for run in found)
+        totals = (sum(run[key] for run in found) for key in ("schedules", "rows_checked", "drafts_checked"))
+        replays = sum(run["events"]["replays"] for run in found)
+        rows.append([label, *(f"{total:,}" for total in totals), f"{replays:,}", str(wrong)])
+    return table(["engine", "schedules", "rows", "drafts", "replayed passes", "wrong"], rows)
+
+
+def oracle_runs() -> dict[str, list[dict[str, Any]]]:
+    """The oracle's records by what they ran on. Only those of GPUs hold several runs."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("oracle-*.json")):
+        found = json.loads(path.read_text())
+        place = path.name.split("-")[1].upper() if isinstance(found, list) else "CPU"
+        for run in found if isinstance(found, list) else [found]:
+            release = ", vLLM 0.33" if run.get("vllm", "").startswith("0.33") else ""
+            label = f"{place}, {run['runner'].upper()}, {run['dtype']}{release}"
+            groups.setdefault(label, []).append(run)
+    return dict(sorted(groups.items()))
+
+
+def oracle_says() -> str:
+    runs = [run for found in oracle_runs().values() for run in found]
+    rows, drafts, schedules = (sum(run[key] for run in runs) for key in ("rows_checked", "drafts_checked", "schedules"))
+    wrong = sum(run["rows_mismatched"] + run["drafts_mismatched"] for run in runs)
+    return (
+        f"The records have {schedules} schedules with {rows:,} rows and {drafts:,} drafts, of which {wrong} are wrong."
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "oracle": oracle,
+    "oracle-says": oracle_says,
+}

@@ -1,0 +1,26 @@
+"""A page's tables, each between `<!-- table: NAME -->` and `<!-- end -->`.
+
+What stands between them is written by the function of that name and by nobody else, so that no figure of a page can
+differ from the record that it quotes; `tests/unit/test_figures.py` holds the pages against the records.
+"""
+
+import re
+from collections.abc import Callable
+
+from tools.tables import cpu, extraction, gpu, oracle, records
+
+ROOT = records.RESULTS.parent.parent
+PAGES = ("README.md", "docs/performance.md", "docs/extraction.md")
+BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->\n)(.*?)^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
+TABLES: dict[str, Callable[[], str]] = {
+    "records": records.table_of_records,
+    **gpu.TABLES,
+    **cpu.TABLES,
+    **oracle.TABLES,
+    **extraction.TABLES,
+}
+
+
+def fill(text: str) -> str:
+    """The page with each of its tables written anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
