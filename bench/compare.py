@@ -19,6 +19,7 @@ from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
 from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
+from bench.reference import has_reference
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
 from bench.tables import table
@@ -95,7 +96,7 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
     begins("reference")
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], args.batch) for mode in modes}
-    if has_reference(args.model):
+    if has_reference(Path(args.model)):
         add_reference({mode: entry for mode, entry in entries.items() if mode != "none"}, raw, prompts, args)
     return {
         "schema": SCHEMA,
@@ -106,12 +107,6 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
         "lossless": len(set(hashes.values())) == 1 if "none" in hashes else None,
         "text": raw[modes[-1]]["text"],
     }
-
-
-def has_reference(model: str) -> bool:
-    """Whether `reference_acceptance` knows the checkpoint's architecture."""
-    config = json.loads(Path(model, "config.json").read_text())
-    return config.get("architectures", [None])[0] == "Step3p5ForCausalLM"
 
 
 def add_reference(

@@ -1,6 +1,7 @@
 """`python -m bench oracle`: random schedules on the real engine, held against a dense reference after every pass."""
 
 import argparse
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         default=TINY_MODEL if TINY_MODEL.is_dir() else None,
-        help="folder of a Step-3.5 checkpoint",
+        help="folder of a checkpoint whose architecture has a reference",
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        metavar="MODULE",
+        help="a module to import first, which registers an architecture and its reference (repeatable)",
     )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines")
@@ -50,12 +58,14 @@ def run(args: argparse.Namespace) -> int:
     if args.modules is not None and args.modules < 1:
         raise ValueError(f"--modules={args.modules} would check nothing: give 1 or more.")
     choose_runner(args.runner)
+    for module in args.imports or ():
+        importlib.import_module(module)
     report = run_schedules(
         model,
         args.schedules,
         args.seed,
         modules=args.modules,
-        setups=choose_setups(args),
+        setups=choose_setups(args, model),
         graphs=args.graphs,
         dtype=args.dtype,
         progress=True,
@@ -71,12 +81,12 @@ def checked_model(model: Path | None) -> Path:
     if model is None:
         raise ValueError(f"There is no model at {TINY_MODEL}, as there is in a checkout: give --model, a checkpoint.")
     if not (model / "config.json").is_file():
-        raise ValueError(f"--model={model} is no folder with a config.json: give that of a Step-3.5 checkpoint.")
+        raise ValueError(f"--model={model} is no folder with a config.json: give that of a checkpoint.")
     return model
 
 
-def choose_setups(args: argparse.Namespace) -> Sequence["Setup"]:
-    """The engines that are asked for and that the machine, the runner and the dtype allow.
+def choose_setups(args: argparse.Namespace, model: Path) -> Sequence["Setup"]:
+    """The engines that are asked for and that the machine, the model, the runner and the dtype allow.
 
     Raises:
         ValueError: there are none.
@@ -84,6 +94,7 @@ def choose_setups(args: argparse.Namespace) -> Sequence["Setup"]:
     import torch
 
     from bench.oracle.schedules import SETUPS
+    from bench.reference import architecture_of
 
     gpus = torch.cuda.device_count()
     fitting = [
@@ -92,6 +103,8 @@ def choose_setups(args: argparse.Namespace) -> Sequence["Setup"]:
         if (not gpus or setup.ranks <= gpus)  # a rank needs a GPU of its own
         and (args.runner == "v1" or setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
+        and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
+        and (setup.any_model or architecture_of(model) == "Step3p5ForCausalLM")
     ]
     chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]
     if not chosen:

@@ -22,7 +22,7 @@ from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan
 from bench.oracle.variants import checkpoint, dense_model, drafter_of
 from bench.oracle.watch import Continuation, Watcher
 from bench.oracle.watch_rows import RowsWatcher
-from bench.reference.dense import Reference
+from bench.reference.dense import Reference, read_config
 
 MAX_STEPS_TO_DRAIN = 2000
 
@@ -44,7 +44,7 @@ class Engine:
         from vllm import LLM
 
         with _keeping_async_scheduling():
-            self.llm = LLM(str(model), **_for_device(arguments))
+            self.llm = LLM(str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **_for_device(arguments))
 
     @property
     def engine(self) -> Any:
@@ -204,20 +204,33 @@ def _is_due(request: Request, step: int) -> bool:
 
 def read_texts(model: Path, *, num_tokens: int = 30_000) -> tuple[list[list[int]], list[int]]:
     """Held-out text as token streams of at least 600 tokens, and the 40 most frequent tokens in it."""
-    from tokenizers import Tokenizer
-
     from bench.corpus import read_sources
 
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    encode = _encoder(model)
     texts: list[list[int]] = []
     for _, text in read_sources(held_out=True):
-        ids = tokenizer.encode(text[:20_000], add_special_tokens=False).ids
+        ids = encode(text[:20_000])
         if len(ids) >= 600:
             texts.append(ids)
         if sum(map(len, texts)) >= num_tokens:
             break
     counts = Counter(token for text in texts for token in text)
     return texts, [token for token, _ in counts.most_common(40)]
+
+
+def has_tokenizer(model: Path) -> bool:
+    return (model / "tokenizer.json").is_file()
+
+
+def _encoder(model: Path) -> Callable[[str], list[int]]:
+    """The checkpoint's tokenizer; without one a byte is a token, so that text is as regular as text is."""
+    if has_tokenizer(model):
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    vocab_size = read_config(model)["vocab_size"]
+    return lambda text: [1 + byte % (vocab_size - 1) for byte in text.encode()]
 
 
 def run_schedules(

@@ -83,10 +83,14 @@ class Setup:
             "speculative_config": speculative,
             "async_scheduling": self.overlapped,
             "disable_log_stats": True,
-            "skip_tokenizer_init": self.checkpoint == "mimo",
             "tensor_parallel_size": self.ranks,
             "distributed_executor_backend": "external_launcher" if self.ranks > 1 else None,
         }
+
+    @property
+    def any_model(self) -> bool:
+        """Whether it does without what only the tiny Step-3.5 has: its tokenizer, what is made of it, and its ranks."""
+        return self.checkpoint == "tiny" and self.hidden_states_flow and not self.grammars and self.ranks == 1
 
     @property
     def graph_sizes(self) -> list[int]:

@@ -11,10 +11,10 @@ from unittest import mock
 
 from safetensors.torch import load_file, save_file
 
+from bench import reference
 from bench.oracle.schedules import Setup
 from bench.reference import mimo_checkpoint as mimo
 from bench.reference.dense import DenseModel, read_config
-from bench.reference.mimo import DenseMiMo
 
 WEIGHTS = "model.safetensors"
 
@@ -36,9 +36,9 @@ def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
 
 def dense_model(folder: Path, setup: Setup) -> DenseModel:
     """The reference of a setup's checkpoint."""
-    if setup.checkpoint == "mimo":
-        return DenseMiMo(folder)
-    return DenseModel(folder, hidden_states_flow=setup.hidden_states_flow)
+    if not setup.hidden_states_flow:
+        return DenseModel(folder, hidden_states_flow=False)
+    return reference.dense_model(folder)
 
 
 @contextmanager

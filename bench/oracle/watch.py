@@ -179,7 +179,7 @@ class Watcher:
             followed.reference.hold(view.first, hidden)
         tokens = followed.tokens + drafts[len(followed.tokens) - (view.last + 2) :]
         followed.reference.update(tokens, view.last)
-        error = (followed.reference.target_hidden()[view.first :] - hidden).abs().max().item()
+        error = (followed.reference.target_state()[view.first :] - hidden).abs().max().item()
         followed.target_error = max(followed.target_error, error)
         self.report.max_target_error = max(self.report.max_target_error, error)
         for cache in self.caches[: self.modules]:

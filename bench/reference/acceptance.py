@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.reference import dense_model
+
 if TYPE_CHECKING:
     from bench.reference.dense import DenseModel
 
@@ -22,10 +24,8 @@ def reference_acceptance(model: Path, streams: Sequence[tuple[list[int], list[in
     """
     import torch
 
-    from bench.reference.dense import DenseModel
-
     torch.set_grad_enabled(False)
-    dense = DenseModel(model)
+    dense = dense_model(model)
     counts = [_accepted_by_pass(dense, prompt, output, k) for prompt, output in streams]
     passes = sum(map(len, counts))
     accepted_per_position = [

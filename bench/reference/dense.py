@@ -244,6 +244,10 @@ class DenseModel:
     def num_modules(self) -> int:
         return len(self.modules)
 
+    def target_state(self, hidden: Tensor) -> Tensor:
+        """What the modules take of the target, of its hidden states `[rows, hidden_size]` before the final norm."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's logits `[rows, vocab]` from its hidden states before the final norm."""
         return F.linear(rms_norm(hidden, self.norm, self.eps), self.head)
@@ -314,6 +318,7 @@ class Reference:
             layer.run(x[start:], rows)
             x = rows.output[: last + 1]
         held = self._held[: last + 1]
+        x = self.model.target_state(x)
         x = target = torch.cat([torch.where(held.isnan(), x[: len(held)], held), x[len(held) :]])
         for index, (layer, rows) in enumerate(zip(self.model.modules, self._modules, strict=True)):
             shift = 1 + index
@@ -327,6 +332,10 @@ class Reference:
         """`[last + 1, hidden_size]`, before the final norm."""
         rows = self._target[-1]
         return rows.output[: rows.count]
+
+    def target_state(self) -> Tensor:
+        """`[last + 1, hidden_size]`, what the modules take of it."""
+        return self.model.target_state(self.target_hidden())
 
     def residual_stream(self) -> Tensor:
         """`[last + 1, num_layers + 1, hidden_size]`: what enters each of the target's layers, and leaves the last."""

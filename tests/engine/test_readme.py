@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from vllm.utils.network_utils import get_open_port
+
 from tests.support.children import ROOT, run_command
 from tests.support.server import serving
 

@@ -23,13 +23,13 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def run_command(
-    command: list[str], timeout: float = TIME_LIMIT_S, **variables: str
+    command: list[str], timeout: float = TIME_LIMIT_S, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command at the root of this checkout and takes down what it prints; its exit status is the caller's."""
+    """Runs a command and takes down what it prints; its exit status is the caller's."""
     return subprocess.run(
         command,
         env=child_environment(**variables),
-        cwd=ROOT,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout,
