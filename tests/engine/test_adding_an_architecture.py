@@ -1,4 +1,4 @@
-"""`docs/adding_an_architecture.md`, followed literally: an architecture that this package doesn't know, on both runners."""
+"""`docs/adding_an_architecture.md`, followed literally: an architecture that is not known yet, on both runners."""
 
 import json
 import re
