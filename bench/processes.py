@@ -28,6 +28,7 @@ SMALL_ENGINE = {
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TRITON_F32_DEFAULT": "ieee",  # else float32 products of Triton have the precision of TF32
 }
 
 

@@ -8,6 +8,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from bench.reference.residual import residual_stream_of
+from bench.workers.engine import drafter_of
 from tests.support.scenarios import class_path, generate, metrics, runner
 
 
@@ -22,7 +23,7 @@ class StoreReader:
         self._runner.sample_tokens = self._read
 
     def _read(self, *args: Any) -> Any:
-        store, batch = self._runner.drafter.store, self._runner.input_batch
+        store, batch = self._runner.hidden_states_extractor.store, self._runner.input_batch
         table = batch.block_table[store.kv_cache_group_id].get_device_tensor(batch.num_reqs)
         self.steps += 1
         for i, req_id in enumerate(batch.req_ids):
@@ -76,7 +77,7 @@ def prompts(count: int, shared: int = 0) -> list[list[int]]:
 
 def state(llm: LLM) -> dict[str, Any]:
     """What extracts, in which layout, and how it went."""
-    config, drafter = llm.llm_engine.vllm_config, runner(llm).drafter
+    config, drafter = llm.llm_engine.vllm_config, drafter_of(runner(llm))
     return {
         "proposer": class_path(drafter),
         "metrics": metrics(llm),
@@ -93,7 +94,7 @@ def parity(llm: LLM, *, witnessed: bool = False) -> dict[str, Any]:
         the largest error of each layer over the largest value of that layer, and counts.
     """
     reader, witness = StoreReader(runner(llm)), Witness(llm) if witnessed else None
-    layer_ids = list(runner(llm).drafter.plan.layer_ids)
+    layer_ids = list(runner(llm).hidden_states_extractor.plan.layer_ids)
     worst, num_rows, num_missing = torch.zeros(len(layer_ids)), 0, 0
     # The last batch finds the prefixes of the one before it in the cache, and so do its own later requests.
     for batch in (prompts(1), prompts(16), prompts(8, shared=96), prompts(8, shared=96)):
@@ -126,13 +127,14 @@ def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, **sampling: Any)
     runner(llm).execute_model = counting
     params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **sampling})
     tokens = [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
-    extracting = {"proposer": class_path(runner(llm).drafter)} if hasattr(runner(llm), "drafter") else {}
+    proposer = drafter_of(runner(llm))
+    extracting = {} if proposer is None else {"proposer": class_path(proposer)}
     return {"tokens": tokens, "num_tokens": num_tokens, "metrics": metrics(llm), **extracting}
 
 
 def copies_rows(llm: LLM) -> bool:
     """Whether the host's copy of a block, which some prefix hits of recurrent models call for, has its rows."""
-    model_runner, rows = runner(llm), runner(llm).drafter.store.rows
+    model_runner, rows = runner(llm), runner(llm).hidden_states_extractor.store.rows
     rows[3] = 1.0
     rows[5] = 2.0
     copy_kv_cache_blocks_inplace(model_runner.kv_caches, len(rows), [KVCacheBlockCopy(3, 5)])
@@ -158,7 +160,7 @@ def ranks(llm: LLM, prompt: list[int]) -> dict[str, Any]:
 
 def _start_reading(worker: Any) -> None:
     model_runner = worker.model_runner
-    if model_runner.drafter.store is not None:
+    if model_runner.hidden_states_extractor.store is not None:
         model_runner.reader = StoreReader(model_runner)
 
 
@@ -166,7 +168,7 @@ def _stop_reading(worker: Any) -> dict[str, Any]:
     model_runner = worker.model_runner
     rows = [read.tolist() for read in model_runner.reader.rows.values()] if hasattr(model_runner, "reader") else [[]]
     return {
-        "store": model_runner.drafter.store is not None,
+        "store": model_runner.hidden_states_extractor.store is not None,
         "num_blocks": model_runner.kv_cache_config.num_blocks,
         "rows": rows[0],
     }
