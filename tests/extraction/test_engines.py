@@ -73,6 +73,6 @@ def test_of_tensor_parallel_ranks_the_first_keeps_the_rows_and_all_have_as_many_
 
 
 def test_a_connector_that_does_not_take_the_rows_is_refused(llama: str) -> None:
-    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
-    with pytest.raises(ChildFailedError, match=r"ExampleHiddenStatesConnector doesn't take hidden states"):
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with pytest.raises(ChildFailedError, match=r"ExampleConnector doesn't take hidden states"):
         decode(llama, engine={**extract([1, 3]), "kv_transfer_config": connector})

@@ -24,7 +24,7 @@ class StoreReader:
 
     def _read(self, *args: Any) -> Any:
         store, batch = self._runner.hidden_states_extractor.store, self._runner.input_batch
-        table = batch.block_table[store.kv_cache_group_id].get_device_tensor(batch.num_reqs)
+        table = batch.block_table[store.anchor.kv_cache_group_id].get_device_tensor(batch.num_reqs)
         self.steps += 1
         for i, req_id in enumerate(batch.req_ids):
             length = int(self._runner.seq_lens[i])
