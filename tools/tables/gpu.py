@@ -63,6 +63,7 @@ APART_LONG = Run("8 layers, prompts of 4096, C, one after the other", "gpu-h200-
 H100 = Run("H100, 8 layers, prompts of 256, one after the other", "gpu-h100-8-layers", "256")
 H100_LONG = Run("H100, 8 layers, prompts of 4096, one after the other", "gpu-h100-8-layers", "4096")
 DEEP_WITHOUT = Run("24 layers, prompts of 256, C, one after the other", "gpu-h200-24-layers", "256")
+BEFORE_AND_AFTER = "gpu-h200-before-after-by-turns"
 RUNS = (SHORT, BUSY, LONG, DEEP, APART, APART_LONG, H100, H100_LONG)
 
 
@@ -216,6 +217,18 @@ def in_full(run: Run) -> str:
     return table(["", "batch", *modes.values()], rows)
 
 
+def before_and_after() -> str:
+    """Two trees of this package and vLLM's speculator, by turns in one run: what a change of structure cost."""
+    modes = record(BEFORE_AND_AFTER)["modes"]
+    rows = []
+    for figure, digits in (("gpu_busy_ms", 2), ("step_ms", 2), ("propose_host_ms", 2), (TOKENS, 0)):
+        for batch in map(str, record(BEFORE_AND_AFTER)["settings"]["batches"]):
+            cells = [mode["prompts"]["256"][figure][batch] for mode in modes.values()]
+            shown = (show_quartiles(cell, digits) if isinstance(cell, dict) else show(cell, digits) for cell in cells)
+            rows.append([f"`{figure}`", batch, *shown])
+    return table(["", "batch", "before", "after", "vLLM's on V2"], rows)
+
+
 def slots() -> str:
     found = record("gpu-h200-slots")["by_num_groups"]
     rows = []
@@ -239,6 +252,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-where": gpu_where,
     "gpu-memory": gpu_memory,
     "slots": slots,
+    "gpu-before-after": before_and_after,
     "gpu-full-short": partial(in_full, SHORT),
     "gpu-full-long": partial(in_full, LONG),
     "gpu-full-deep": partial(in_full, DEEP),
