@@ -3,7 +3,7 @@
 A pass of several modules is some hundred small launches, which the host takes longer to issue than the device to run.
 In a decode batch no request has more rows than a token and its drafts. Give each a window of that many, whatever its
 step had, and the pass has the same shape in every step, in which nothing depends on a value that only the host knows:
-it is recorded once per number of requests, on static inputs, and replayed. What is recorded is the eager pass itself,
+it is captured once per number of requests, on static inputs, and replayed. What is captured is the eager pass itself,
 so that the two can't differ.
 """
 
@@ -30,7 +30,7 @@ class PassGraphs:
         query_len: rows of each window, 1 + drafts.
         padding_slot: a slot of the history that belongs to no request.
         tables_stay: the groups' block tables are bound for good, hold every number of requests, and the host fills them
-            in place: a recorded pass reads them as they are. Else it has copies.
+            in place: a captured pass reads them as they are. Else it has copies.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PassGraphs:
 
     @torch.inference_mode()
     def capture(self, num_reqs: int) -> None:
-        """Records the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
+        """Captures the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
         self._static.pad(0, num_reqs, num_rows=0)
         self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
@@ -90,7 +90,7 @@ class PassGraphs:
         self._sizes = sorted(self._graphs)
 
     def run_static(self, num_reqs: int) -> torch.Tensor:
-        """The eager pass over the first `num_reqs` requests of the static inputs: what is recorded."""
+        """The eager pass over the first `num_reqs` requests of the static inputs: what is captured."""
         with ExitStack() as borrowed:
             for group, table in zip(self._groups, self._tables, strict=True):
                 borrowed.callback(setattr, group, "block_table", group.block_table)

@@ -311,7 +311,7 @@ class DraftPasses(GroupProposer, ABC):
         Args:
             wanted: `[num_wanted]` int64, the rows of `inputs` to return; None: all, and padding after them.
         """
-        # A graph of the host's is recorded for all rows, whatever is wanted of them later.
+        # A graph of the host's is captured for all rows, whatever is wanted of them later.
         ends_early = wanted is not None and self.takes_wanted and execution.mode == CUDAGraphMode.NONE
         if ends_early:
             inputs = inputs | {"wanted": wanted}

@@ -59,7 +59,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
 
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
         # The host shares the target's head with a draft that doesn't say that it has heads, as most MTP models don't.
-        shared_from = _without_head(target_model) if self.descriptor.own_heads else target_model
+        shared_from = without_head(target_model) if self.descriptor.own_heads else target_model
         self.model = load_eagle_model(shared_from, self.vllm_config)
         self.prepare_model()
         return self.model
@@ -285,7 +285,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         return self.top_tokens(hidden_states, spec_step_idx)
 
 
-def _without_head(target_model: Any) -> Any:
+def without_head(target_model: Any) -> Any:
     """A target as `load_eagle_model` sees it, with no head that it could share."""
     has_parts = hasattr(target_model, "get_language_model")
     return SimpleNamespace(model=(target_model.get_language_model() if has_parts else target_model).model)

@@ -1,6 +1,6 @@
-"""Matrix products of a draft's layers: which are plain ones, and two of them as one.
+"""GEMMs of a draft's layers: which are plain ones, and two of them as one.
 
-In a pass of few rows a product is as long as reading its weight takes, but for a small one it is its launch.
+In a pass of few rows a GEMM takes as long as reading its weight takes, but for a small one its launch.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def store_side_by_side(first: Any, second: Any) -> bool:
     """Moves the weight of one layer right behind that of another with the same input, for `weight_of_both`.
 
     Returns:
-        whether it lies there now: not if one is not plain, or if rows of the product's output would not be aligned.
+        whether it lies there now: not if one is not plain, or if rows of the output would not be aligned.
     """
     if not (is_plain(first) and is_plain(second)) or first.weight.dtype != second.weight.dtype:
         return False

@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer, as one launch each, and an argmax as two.
+"""What stands between the GEMMs of a decoder layer, as one launch each, and an argmax as two.
 
 A function has its PyTorch version below it by the name of `..._by_ops`: the reference, and what runs on a CPU. In
 16-bit they round where the host's own operations do, except that a head stays in float32 from its norm through its

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from bench.reference.mimo_checkpoint import VOCAB, write_checkpoint
 from proposers.architecture import known_architectures, why_not_on_v2
-from proposers.v2 import MultiGroupSpeculator
+from proposers.v2 import MultiGroupSpeculator, without_head
 from tests.support import scenarios
 from tests.support.engine_arguments import mtp
 from tests.support.forked_engine import Run, run
@@ -168,3 +168,16 @@ def test_models_of_one_module_are_left_to_the_host_and_a_line_says_so(tmp_path: 
     done = run(scenarios.random_prompts, engine, v2=True, vocab_size=VOCAB)
     assert done.value["proposer"].endswith("mtp.speculator.MTPSpeculator")
     assert "vLLM's own speculator drafts for MiMoMTPModel on the V2 model runner: of MiMo's one module" in done.log
+
+
+def test_a_draft_with_heads_of_its_own_is_shown_a_target_without_one() -> None:
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import get_target_lm_head
+
+    part = torch.nn.Module()
+    part.model, part.lm_head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    whole = torch.nn.Module()
+    whole.get_language_model = lambda: part
+    for target in (part, whole):
+        shown = without_head(target)
+        assert shown.model is part.model
+        assert get_target_lm_head(shown, shown) is None
