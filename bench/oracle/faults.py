@@ -11,6 +11,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from bench.oracle.driver import Engine
 from bench.oracle.replayed import EagerGraph
+from bench.workers.engine import drafter_of as proposer_of
 
 Plant = Callable[[Engine], AbstractContextManager[Any]]
 
@@ -156,6 +157,13 @@ def padding_drafts_ahead(engine: Engine) -> AbstractContextManager[Any]:
     return mock.patch.object(EagerGraph, "replay", padding_replay)
 
 
+def half_block_size(engine: Engine) -> AbstractContextManager[Any]:
+    """The proposer takes the blocks of its groups for half as long as they are."""
+    for group in proposer_of(engine.runner).bound_groups.all:
+        group.block_size //= 2
+    return nullcontext()
+
+
 FAULTS: dict[str, Plant] = {
     "none": none,
     "module_0_only": module_0_only,
@@ -168,4 +176,5 @@ FAULTS: dict[str, Plant] = {
     "hidden_states_flow": hidden_states_flow,
     "no_slots_for_module_1": no_slots_for_module_1,
     "padding_drafts_ahead": padding_drafts_ahead,
+    "half_block_size": half_block_size,
 }

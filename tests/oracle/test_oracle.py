@@ -37,6 +37,25 @@ def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right
     assert report["rows_checked"] > 100_000
     assert report["drafts_checked"] > 1_000
     assert report["rows_excused"] == report["rows_unwritten"] == 0
+    assert report["slots_mismatched"] == 0
+    assert report["slots_checked"] > 20_000
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_slots_of_an_extractions_rows_are_the_hosts_and_a_reader_finds_the_rows(runner: str) -> None:
+    setups = ["extraction", "extraction, overlapped", "extraction, two block sizes"]
+    report = run_child("schedules", runner=runner, count=3, seed=5, setups=setups)
+    assert report["slots_mismatched"] == report["rows_mismatched"] == 0, report["mismatches"]
+    assert report["slots_checked"] == report["rows_checked"] > 2_000
+    assert report["passes"] > 60
+
+
+def test_it_sees_slots_that_are_not_the_hosts_in_drafting_and_in_extraction() -> None:
+    drafting, extracting = run_child("faults", seed=1, cases=[("half_block_size", x) for x in ("chunks", "extraction")])
+    for report in (drafting, extracting):
+        assert report["slots_mismatched"] > 0
+        assert report["rows_mismatched"] > 0
+        assert any("slots of the target's rows in a step are not the host's" in x for x in report["mismatches"])
 
 
 def test_everything_that_the_schedules_are_for_happened_in_them() -> None:

@@ -24,6 +24,8 @@ def _run_once(function: str, mode: str, runner: str, arguments: str) -> Any:
 
 def assert_clean(report: dict[str, Any]) -> None:
     assert report["rows_mismatched"] == report["drafts_mismatched"] == 0, report["mismatches"]
+    assert report["slots_mismatched"] == 0, report["mismatches"]
     assert report["rows_excused"] == report["rows_unwritten"] == 0
     assert report["rows_checked"] > 0
     assert report["drafts_checked"] > 0
+    assert report["slots_checked"] > 0
