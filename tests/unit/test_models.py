@@ -2,11 +2,14 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm.config import ParallelConfig
+from transformers import PretrainedConfig
+from vllm.config import ParallelConfig, SpeculativeConfig
 
 from mtp.plan import DraftDescriptor
+from proposers import architecture, plugin
 from proposers.architecture import (
     Architecture,
     architecture_of,
@@ -46,12 +49,12 @@ def test_an_unknown_word_stops_the_process_that_loads_the_plugin() -> None:
 
 @pytest.mark.parametrize("name", known_architectures())
 def test_every_known_architecture_has_drafters_for_it_or_a_reason_why_not(name: str) -> None:
-    architecture = known_architectures()[name]
-    assert architecture.descriptor.architecture == name
-    assert issubclass(architecture.load_proposer(), MultiGroupProposer)
-    assert (architecture.speculator is None) == bool(architecture.why_not_on_v2)
-    if architecture.speculator is not None:
-        assert issubclass(architecture.load_speculator(), MultiGroupSpeculator)
+    entry = known_architectures()[name]
+    assert entry.descriptor.architecture == name
+    assert issubclass(entry.load_proposer(), MultiGroupProposer)
+    assert (entry.speculator is None) == bool(entry.why_not_on_v2)
+    if entry.speculator is not None:
+        assert issubclass(entry.load_speculator(), MultiGroupSpeculator)
 
 
 @pytest.mark.parametrize("entry", [{"speculator": None}, {"why_not_on_v2": "it is too new"}])
@@ -101,3 +104,20 @@ def test_a_plugin_that_is_off_imports_no_runner() -> None:
         "assert not any(m.startswith('vllm') for m in sys.modules), 'vllm was imported'; print('off')"
     )
     assert run_python(code, MTP_PROPOSERS="off").strip() == "off"
+
+
+def test_a_registered_architecture_is_ours_and_may_say_more_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_registered", {})
+
+    def name_modules(hf_config: Any) -> None:
+        hf_config.num_modules = 2
+
+    added = Architecture(DraftDescriptor("SomeOtherMTP", modules_key="num_modules"), override_config=name_modules)
+    architecture.register(added)
+    assert architecture_of(config("mtp", "SomeOtherMTP")) is added
+    assert known_architectures().keys() == {"Step3p5MTP", "MiMoMTPModel", "SomeOtherMTP"}
+    plugin.register()
+    ours, others = (PretrainedConfig(architectures=[name]) for name in ("SomeOtherMTP", "Any"))
+    ours.model_type = others.model_type = "some_other_mtp"  # vLLM's own override knows some by their type
+    assert SpeculativeConfig.hf_config_override(ours).num_modules == 2
+    assert not hasattr(SpeculativeConfig.hf_config_override(others), "num_modules")

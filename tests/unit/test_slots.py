@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp.groups import KVGroup
-from mtp.slots import write_slot_mappings
+from mtp.slots import slots_of, write_slot_mappings
 
 POISON = -12345
 
@@ -105,3 +105,17 @@ def test_a_table_of_too_few_requests_is_refused(table: torch.Tensor | None) -> N
     group = KVGroup(5, 16, torch.zeros(4, dtype=torch.int64), block_table=table)
     with pytest.raises(RuntimeError, match=r"KV cache group 5 has .*set_per_group_attn_metadata must be called"):
         write_slot_mappings([group], 2, torch.tensor([0, 1]), torch.tensor([1, 2]), 64, 2)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 48), (15, 2), (16, 16), (33, 14), (47, 1)])
+def test_a_reader_finds_rows_where_a_pass_would_write_them(first: int, count: int) -> None:
+    block_ids = [3, 21, 5]
+    group = KVGroup(0, 16, torch.full((count,), POISON), block_table=torch.tensor([block_ids], dtype=torch.int32))
+    positions = torch.arange(first, first + count)
+    write_slot_mappings([group], 1, torch.zeros(count, dtype=torch.int64), positions, 48, count)
+    assert slots_of(block_ids, first, count, 16).tolist() == group.slot_mapping.tolist()
+
+
+def test_a_reader_of_rows_past_a_requests_blocks_is_told_so() -> None:
+    with pytest.raises(ValueError, match=r"\[40, 49\) reach into block 3 of a request that has 3 blocks of 16 tokens"):
+        slots_of([3, 21, 5], 40, 9, 16)
