@@ -30,17 +30,17 @@ def keep_layer_types(original: Any) -> Any:
 
 @patch(
     "vllm.config.speculative:SpeculativeConfig.hf_config_override",
-    ("hf_config",),
+    ("hf_config", ...),
     why="a draft's config is made from its target's, and an architecture's entry may have more to say of it than vLLM: "
     "Step-3.5's layers index past the target's list of layer types.",
     upstream="vllm-project/vllm#40000",
     until="vLLM 0.32 is no longer supported, and no entry overrides a config",
 )
 def override_config(original: Any) -> Any:
-    def hf_config_override(hf_config: Any) -> Any:
+    def hf_config_override(hf_config: Any, *args: Any, **kwargs: Any) -> Any:
         from proposers.architecture import known_architectures
 
-        config = original(hf_config)
+        config = original(hf_config, *args, **kwargs)
         architectures = getattr(config, "architectures", None) or [None]
         entry = known_architectures().get(architectures[0])
         if entry is not None and entry.override_config is not None:
