@@ -34,8 +34,8 @@ class GroupProposer:
         """
         if self.groups is None:
             raise RuntimeError(
-                f"The KV cache groups of {type(self).__name__} are not bound: the host has allocated no KV cache, or "
-                "has not called initialize_attn_backend (V1) or set_attn (V2)."
+                f"The KV cache groups of {type(self).__name__} are not bound. The host does that once its KV cache is "
+                "allocated: it has to call initialize_attn_backend, or set_attn on the V2 runner, before a draft."
             )
         return self.groups
 
