@@ -103,6 +103,15 @@ class KVGroups:
         if group := self._by_id.get(kv_cache_group_id):
             group.block_table, group.target_slot_mapping = block_table, target_slot_mapping
 
+    def bind_target_slots(self, slot_mapping_by_layer: Mapping[str, torch.Tensor]) -> None:
+        """Takes the host's slots of this step, of a host whose block tables stay in place (`bind_kv_groups`).
+
+        Args:
+            slot_mapping_by_layer: `[num_tokens]` int64 each, by the names of all layers of these groups.
+        """
+        for group in self.all:
+            group.target_slot_mapping = slot_mapping_by_layer[group.layer_names[0]]
+
     def attn_groups_of(self, modules: Iterable[int]) -> list[tuple[KVGroup, AttentionGroup]]:
         """What these modules use, each once."""
         found = (pair for module in modules for pair in self._by_module[module])

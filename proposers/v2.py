@@ -157,8 +157,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
             self.warm_up(self._max_rows if is_profile else input_batch.num_tokens)
             return torch.zeros_like(self.draft_tokens[:num_reqs])
         logger.info_once("First draft by %s.%s", type(self).__module__, type(self).__name__)
-        for group in self.bound_groups.all:
-            group.target_slot_mapping = slot_mappings[group.layer_names[0]]
+        self.bound_groups.bind_target_slots(slot_mappings)
         if self.draft_logits is not None:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
         if self.history is not None and input_batch.has_prefill:
