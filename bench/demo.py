@@ -19,9 +19,9 @@ COLOURS = {"none": "#9a9a9a", "upstream": "#d98c3f", "ours": "#2f6fb0"}
 
 # What is said before each part begins; the seconds are those of two quiet cores.
 PARTS = {
-    "engines": "1 of 3, about 40 seconds: three engines start side by side",
-    "runs": "2 of 3, about 40 seconds: each engine generates in its turn, so that a busy machine is busy for all",
-    "reference": "3 of 3, about 15 seconds: a dense reference computes how many exact drafts would have been accepted",
+    "engines": "1 of 3, about 20 seconds: three engines start side by side",
+    "runs": "2 of 3, about 20 seconds: each engine generates in its turn, so that a busy machine is busy for all",
+    "reference": "3 of 3, a few seconds: a dense reference computes how many exact drafts would have been accepted",
 }
 
 

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.cost import format_tables
+from bench.spread import show_quartiles
 from tools.tables.records import record, sentences, show_ratio, span, table
 
 CPU_PROMPTS = (32, 256, 1024)
+BEFORE_AND_AFTER = "compare-before-after-by-turns"
 
 
 def cpu(prompt: int) -> Any:
@@ -62,6 +64,16 @@ def cpu_says() -> str:
     """)
 
 
+def before_and_after() -> str:
+    """Two trees of this package by turns in one run: what a change of structure cost."""
+    modes = record(BEFORE_AND_AFTER)["modes"]
+    rows = []
+    for figure, digits in (("step_ms", 2), ("output_tokens_per_s", 0)):
+        for batch in map(str, record(BEFORE_AND_AFTER)["settings"]["batches"]):
+            rows.append([f"`{figure}`", batch, *(show_quartiles(mode[figure][batch], digits) for mode in modes.values())])
+    return table(["", "batch", *modes], rows)
+
+
 def cost() -> str:
     return format_tables(record("cost-cpu")).strip()
 
@@ -71,4 +83,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-acceptance": cpu_acceptance,
     "cpu-says": cpu_says,
     "cost": cost,
+    "cpu-before-after": before_and_after,
 }
