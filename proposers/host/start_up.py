@@ -1,5 +1,6 @@
 """Start-up: models that vLLM itself can't start. These patches are there for vLLM's own proposers too (`upstream`)."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,22 +33,35 @@ def keep_layer_types(original: Any) -> Any:
     "vllm.config.speculative:SpeculativeConfig.hf_config_override",
     ("hf_config", ...),
     why="a draft's config is made from its target's, and an architecture's entry may have more to say of it than vLLM: "
-    "Step-3.5's layers index past the target's list of layer types.",
-    upstream="vllm-project/vllm#40000",
-    until="vLLM 0.32 is no longer supported, and no entry overrides a config",
+    "Step-3.5's layers index past the target's list of layer types. The number of modules is taken from the config "
+    "alone, or for MiMo-V2 from a constant, whatever the checkpoint has.",
+    upstream="vllm-project/vllm#40000, vllm-project/vllm#31204",
+    until="vLLM counts the modules of a checkpoint, vLLM 0.32 is no longer supported, and no entry overrides a config",
 )
 def override_config(original: Any) -> Any:
     def hf_config_override(hf_config: Any, *args: Any, **kwargs: Any) -> Any:
         from proposers.architecture import known_architectures
 
+        given = copy.deepcopy(hf_config)  # the original changes what it is given
         config = original(hf_config, *args, **kwargs)
         architectures = getattr(config, "architectures", None) or [None]
         entry = known_architectures().get(architectures[0])
-        if entry is not None and entry.override_config is not None:
-            entry.override_config(config)
+        if entry is not None:
+            _complete_config(entry, config, given)
         return config
 
     return hf_config_override
+
+
+def _complete_config(entry: Any, config: Any, given: Any) -> None:
+    from proposers.checkpoint import settle_modules
+    from proposers.plugin import Mode
+
+    # An entry's own model class is not there for vLLM's proposers, which know what theirs has.
+    if entry.model_class is None or Mode.from_env() is Mode.ON:
+        settle_modules(entry, config, given)
+    if entry.override_config is not None:
+        entry.override_config(config)
 
 
 @patch(

@@ -33,6 +33,7 @@ def _top_tokens(model: Any, hidden: "torch.Tensor", module: int) -> "torch.Tenso
 ARCHITECTURE = Architecture(
     DraftDescriptor("Step3p5MTP", modules_key="num_nextn_predict_layers", own_heads=True),
     override_config=_restore_layer_types,
+    module_weights="model.layers.{layer}.",
     fuse=_fuse,
     top_tokens=_top_tokens,
     has_config_of_its_own=True,
