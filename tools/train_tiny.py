@@ -1,6 +1,7 @@
-"""Trains the tiny Step-3.5-style model and writes a checkpoint that vLLM loads.
+"""Trains a tiny model of Step-3.5's or of MiMo-V2's style and writes a checkpoint that vLLM loads.
 
     python tools/train_tiny.py --out assets/tiny-step3p5 --minutes 8
+    python tools/train_tiny.py --architecture mimo-v2 --tokenizer assets/tiny-step3p5 --out assets/tiny-mimo-v2
 
 Needs PyTorch, tokenizers and tqdm, no vLLM. The text is the Python standard library's (bench/corpus.py), the target
 learns to predict it, and each module learns the target's own distribution, since what a draft must match is the
@@ -9,9 +10,11 @@ target and not the text. An interrupted run goes on where it stopped.
 
 import argparse
 import json
+import shutil
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,48 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.corpus import read_sources
 from bench.shapes import TinyConfig
+from tools.tiny_mimo_v2 import TinyMiMoV2, TinyMiMoV2Config
 from tools.tiny_model import TinyStep3p5
 
 END_OF_TEXT = "<|endoftext|>"
 MODULE_LOSS_WEIGHT = 0.4
 
+TinyModelConfig = TinyConfig | TinyMiMoV2Config
+TinyModel = TinyStep3p5 | TinyMiMoV2
 
-def train_tokenizer(config: TinyConfig, folder: Path):
+
+@dataclass(frozen=True)
+class Architecture:
+    """What can be trained, and what the model card says of it.
+
+    Attributes:
+        name: whose architecture it is.
+        modules: what is said of its modules.
+        options: what follows `tools/train_tiny.py` to train it.
+    """
+
+    config: type[TinyModelConfig]
+    model: Callable[[Any], TinyModel]
+    title: str
+    name: str
+    modules: str
+    options: str = ""
+
+
+ARCHITECTURES = {
+    "step3p5": Architecture(TinyConfig, TinyStep3p5, "tiny-step3p5", "Step-3.5", "chained"),
+    "mimo-v2": Architecture(
+        TinyMiMoV2Config, TinyMiMoV2, "tiny-mimo-v2", "MiMo-V2", "sliding", " --architecture mimo-v2"
+    ),
+}
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, folder / name)
+
+
+def train_tokenizer(config: TinyModelConfig, folder: Path):
     """A byte-level BPE of `vocab_size` entries, written as `tokenizer.json`; it is kept if it is there already."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -70,7 +108,7 @@ def sample_batch(stream: Tensor, batch: int, length: int, generator: torch.Gener
     return stream[starts[:, None] + torch.arange(length, device=stream.device)].long()
 
 
-def losses(model: TinyStep3p5, ids: Tensor) -> tuple[Tensor, Tensor]:
+def losses(model: TinyModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The target's cross entropy with the text, and `[modules]` cross entropies with the target's distribution."""
     logits, module_logits = model(ids)
     target = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -83,7 +121,7 @@ def losses(model: TinyStep3p5, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: TinyStep3p5, stream: Tensor, length: int, batch: int = 16) -> dict[str, Any]:
+def evaluate(model: TinyModel, stream: Tensor, length: int, batch: int = 16) -> dict[str, Any]:
     """Loss, accuracy and, per module, how often its greedy token is the target's, on held-out text."""
     rows = stream[: len(stream) // length * length].view(-1, length).long()
     loss, right = [], []
@@ -108,7 +146,7 @@ def learning_rate(fraction: float, peak: float) -> float:
     return peak * min(fraction / 0.02, 1.0) * (1.0 - fraction)
 
 
-def write_checkpoint(model: TinyStep3p5, folder: Path) -> None:
+def write_checkpoint(model: TinyModel, folder: Path) -> None:
     from safetensors.torch import save_file
 
     state = {name: value.detach().cpu().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
@@ -118,17 +156,19 @@ def write_checkpoint(model: TinyStep3p5, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
 
 
-def write_model_card(folder: Path, report: dict[str, Any]) -> None:
+def write_model_card(folder: Path, architecture: Architecture, report: dict[str, Any]) -> None:
     agreement = report["module_agreement"]
+    command = f"`tools/train_tiny.py{architecture.options}`"
+    size = f"{report['parameters'] / 1e6:.1f} M"
     rows = "\n".join(f"| {i} | {value:.3f} |" for i, value in enumerate(agreement))
     (folder / "README.md").write_text(
-        f"""# tiny-step3p5
+        f"""# {architecture.title}
 
-A {report["parameters"] / 1e6:.1f} M parameter language model of Step-3.5's architecture with {len(agreement)} chained
+A {size} parameter language model of {architecture.name}'s architecture with {len(agreement)} {architecture.modules}
 multi-token-prediction modules, for demonstrations, benchmarks and tests. It has learnt nothing but the sources of
 Python's standard library and is of no other use. Weights are bfloat16.
 
-Trained by `tools/train_tiny.py` on {report["device"]}: {report["steps"]} steps, {report["minutes"]} minutes, Python
+Trained by {command} on {report["device"]}: {report["steps"]} steps, {report["minutes"]} minutes, Python
 {report["python"]}'s standard library, one file in 20 held out (`bench/corpus.py`).
 
 On {report["held_out_tokens"]} held-out tokens, in bfloat16 as shipped: loss {report["target_loss_nats"]} nats a token,
@@ -146,13 +186,15 @@ accuracy {report["target_accuracy"]}. How often a module's greedy token is the t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="step3p5")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken; default: one is trained")
     parser.add_argument("--minutes", type=float, default=8.0, help="training time; the learning rate ends at zero")
     parser.add_argument("--steps", type=int, default=100_000, help="ends earlier, for trials")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--dropout", type=float, default=TinyConfig.dropout)
+    parser.add_argument("--dropout", type=float, help="default: the architecture's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -162,10 +204,14 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    config = TinyConfig(dropout=args.dropout)
+    architecture = ARCHITECTURES[args.architecture]
+    dropout = architecture.config.dropout if args.dropout is None else args.dropout
+    config = architecture.config(dropout=dropout)
+    if args.tokenizer is not None:
+        copy_tokenizer(args.tokenizer, args.out)
     tokenizer = train_tokenizer(config, args.out)
     train, held_out = (encode_sources(tokenizer, held_out=part).to(args.device) for part in (False, True))
-    model = TinyStep3p5(config).to(args.device)
+    model = architecture.model(config).to(args.device)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -238,7 +284,7 @@ def main() -> None:
         "architecture": asdict(config),
     }
     write_checkpoint(model, args.out)
-    write_model_card(args.out, report)
+    write_model_card(args.out, architecture, report)
     state_file.unlink(missing_ok=True)
     print(json.dumps(report, indent=1))
 
