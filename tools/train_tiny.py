@@ -1,7 +1,9 @@
-"""Trains a tiny model of Step-3.5's or of MiMo-V2's style and writes a checkpoint that vLLM loads.
+r"""Trains a tiny model of Step-3.5's or of MiMo-V2's style and writes a checkpoint that vLLM loads.
 
     python tools/train_tiny.py --out assets/tiny-step3p5 --minutes 8
-    python tools/train_tiny.py --architecture mimo-v2 --tokenizer assets/tiny-step3p5 --out assets/tiny-mimo-v2
+    python tools/train_tiny.py --architecture mimo-v2 --tokenizer assets/tiny-step3p5 --out mimo-v2 --minutes 5
+    python tools/train_tiny.py --architecture mimo-v2 --tokenizer assets/tiny-step3p5 --out assets/tiny-mimo-v2 \
+        --modules-of mimo-v2 --dropout 0 --minutes 5
 
 Needs PyTorch, tokenizers and tqdm, no vLLM. The text is the Python standard library's (bench/corpus.py), the target
 learns to predict it, and each module learns the target's own distribution, since what a draft must match is the
@@ -10,6 +12,7 @@ target and not the text. An interrupted run goes on where it stopped.
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import time
@@ -108,6 +111,33 @@ def sample_batch(stream: Tensor, batch: int, length: int, generator: torch.Gener
     return stream[starts[:, None] + torch.arange(length, device=stream.device)].long()
 
 
+@torch.no_grad()
+def write_text(model: TinyModel, stream: Tensor, rounds: int, generator: torch.Generator) -> Tensor:
+    """A stream of what the target writes after pieces of this one: half of it greedily, half sampled.
+
+    What modules draft for is text of the target's own, which is another than the text that it has learnt from.
+    """
+    batch, given, length = 256, 128, 512
+    pieces = []
+    for _ in range(rounds):
+        ids = sample_batch(stream, batch, length, generator)
+        for position in range(given, length):
+            with torch.autocast(ids.device.type, torch.bfloat16):
+                logits = model(ids)[0][:, position - 1].float()
+            drawn = (logits / 0.7).softmax(-1).multinomial(1).squeeze(1)
+            ids[:, position] = torch.where(torch.arange(batch, device=ids.device) % 2 == 0, logits.argmax(-1), drawn)
+        pieces.append(ids.flatten().to(stream.dtype))
+    return torch.cat(pieces)
+
+
+def is_of_module(config: TinyModelConfig, name: str) -> bool:
+    """Whether a parameter of that name belongs to a module."""
+    if isinstance(config, TinyMiMoV2Config):
+        return ".mtp." in name
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= len(config.target_layers)
+
+
 def losses(model: TinyModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The target's cross entropy with the text, and `[modules]` cross entropies with the target's distribution."""
     logits, module_logits = model(ids)
@@ -194,11 +224,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--modules-of", type=Path, help="goes on with the modules of that checkpoint alone, over its target's own text"
+    )
+    parser.add_argument("--text-rounds", type=int, default=24, help="of 131072 tokens that the target then writes")
     parser.add_argument("--dropout", type=float, help="default: the architecture's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
+    from safetensors.torch import load_file
     from tqdm import tqdm
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -212,15 +247,22 @@ def main() -> None:
     tokenizer = train_tokenizer(config, args.out)
     train, held_out = (encode_sources(tokenizer, held_out=part).to(args.device) for part in (False, True))
     model = architecture.model(config).to(args.device)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    gains = [p for p in model.parameters() if p.dim() <= 1]
+    generator = torch.Generator().manual_seed(args.seed)
+    if args.modules_of is not None:
+        model.load_state_dict(load_file(args.modules_of / "model.safetensors", device=args.device))
+        train = torch.cat([train, write_text(model.eval(), train, args.text_rounds, generator)])
+        model.train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_of_module(config, name))
+    learning = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in learning if p.dim() > 1]
+    gains = [p for p in learning if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
         lr=args.lr,
         betas=(0.9, 0.95),
         fused=args.device == "cuda",
     )
-    generator = torch.Generator().manual_seed(args.seed)
     step, spent, state_file = 0, 0.0, args.out / "training_state.pt"
     if state_file.exists():
         state = torch.load(state_file, map_location=args.device)
