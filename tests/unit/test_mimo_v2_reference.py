@@ -20,7 +20,7 @@ CONFIG = TinyMiMoV2Config(
     hidden_size=48,
     intermediate_size=40,
     head_dim=8,
-    num_full_heads=4,
+    num_full_heads=8,
     num_full_kv_heads=2,
     num_sliding_heads=8,
     num_sliding_kv_heads=4,
@@ -74,6 +74,15 @@ def test_the_trained_model_and_the_reference_have_the_same_logits(model: TinyMiM
     assert len(actual) == 1 + len(CONFIG.module_layers)
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_transformers_has_the_targets_logits_too(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected = theirs(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(all_logits(folder)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
