@@ -23,7 +23,18 @@ def _mimo(folder: Path) -> "DenseModel":
     return DenseMiMo(folder)
 
 
-_references: dict[str, Build] = {"Step3p5ForCausalLM": _step3p5, "MiMoForCausalLM": _mimo}
+def _mimo_v2(folder: Path) -> "DenseModel":
+    from bench.reference.mimo_v2 import DenseMiMoV2
+
+    return DenseMiMoV2(folder)
+
+
+_references: dict[str, Build] = {
+    "Step3p5ForCausalLM": _step3p5,
+    "MiMoForCausalLM": _mimo,
+    "MiMoV2FlashForCausalLM": _mimo_v2,
+    "MiMoV2ForCausalLM": _mimo_v2,
+}
 
 
 def register_reference(architecture: str, build: Build) -> None:

@@ -8,7 +8,8 @@ Row p of module i takes the hidden state of module i - 1 at row p (for i = 0, an
 hidden states don't flow, the target's) and the embedding of token p + 1 + i, attends to the rows up to p of its own
 layer, and predicts token p + 2 + i.
 
-`DenseModel` is Step-3.5; `bench/reference/mimo.py` has MiMo. What the two share is here.
+`DenseModel` is Step-3.5; `bench/reference/mimo.py` has MiMo, and `bench/reference/mimo_v2.py` MiMo-V2. What they share
+is here.
 """
 
 import json
@@ -31,6 +32,8 @@ class Attention:
     Attributes:
         window: a row attends to itself and the `window - 1` rows before it; None: to all rows before it.
         rotary_dim: that many leading features of a head are rotated; 0: none.
+        value_dim: what a value's head has of features; None: as many as a key's.
+        value_scale: values are multiplied by it, in the cache, too.
     """
 
     num_heads: int
@@ -40,6 +43,12 @@ class Attention:
     rotary_dim: int
     theta: float
     gated: bool
+    value_dim: int | None = None
+    value_scale: float = 1.0
+
+    @property
+    def value_size(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +109,14 @@ class Rows:
     """What one layer has computed for the first rows of one sequence.
 
     Attributes:
-        keys, values: `[rows, num_kv_heads, head_dim]`.
+        keys, values: `[rows, num_kv_heads, head_dim]`, of values `value_size`.
         output: `[rows, hidden_size]`, the residual stream after the layer.
         gaps: `[rows]`, how much better the worst expert taken was than the best one left; infinite without experts.
     """
 
     def __init__(self, attention: Attention, hidden_size: int) -> None:
-        self.keys = self.values = torch.empty(0, attention.num_kv_heads, attention.head_dim)
+        self.keys = torch.empty(0, attention.num_kv_heads, attention.head_dim)
+        self.values = torch.empty(0, attention.num_kv_heads, attention.value_size)
         self.output = torch.empty(0, hidden_size)
         self.gaps = torch.empty(0)
         self.count = 0
@@ -137,7 +147,8 @@ class Rows:
 class Layer:
     """One decoder layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 
-    Its weights say what else it has: biases, norms of the query's and the key's heads, experts, a norm at its end.
+    Its weights say what else it has: biases, norms of the query's and the key's heads, sinks, experts, a norm at its
+    end.
     """
 
     def __init__(self, attention: Attention, eps: float, weights: dict[str, Tensor], routing: Routing) -> None:
@@ -170,14 +181,14 @@ class Layer:
         shape, new, first = self.attention, len(x), rows.count
         positions = torch.arange(first, first + new)
         query, key, value = (
-            self._linear(x, f"self_attn.{name}_proj").view(new, heads, shape.head_dim)
+            self._linear(x, f"self_attn.{name}_proj").view(new, heads, -1)
             for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads))
         )
         query, key = (
             rotate(self._norm(head, f"self_attn.{name}_norm"), positions, shape.rotary_dim, shape.theta)
             for name, head in (("q", query), ("k", key))
         )
-        rows.extend(key, value)
+        rows.extend(key, value * shape.value_scale)
         distance = positions[:, None] - torch.arange(first + new)
         visible = distance >= 0
         if shape.window is not None:
@@ -185,11 +196,20 @@ class Layer:
         # Query heads h * repeat .. share the key and value head h.
         query = query.view(new, shape.num_kv_heads, -1, shape.head_dim)
         scores = torch.einsum("qhrd,khd->hrqk", query, rows.keys) * shape.head_dim**-0.5
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        y = torch.einsum("hrqk,khd->qhrd", weights, rows.values).reshape(new, shape.num_heads, shape.head_dim)
+        weights = self._softmax(scores.masked_fill(~visible, -math.inf))
+        y = torch.einsum("hrqk,khd->qhrd", weights, rows.values).reshape(new, shape.num_heads, shape.value_size)
         if shape.gated:
             y = y * self._linear(x, "self_attn.g_proj").sigmoid()[:, :, None]
         return self._linear(y.reshape(new, -1), "self_attn.o_proj")
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """Over the last of `[kv_heads, repeat, rows, keys]`; a sink is one more logit, which has no value."""
+        sinks = self.weights.get("self_attn.attention_sink_bias")
+        if sinks is None:
+            return scores.softmax(-1)
+        logits = sinks.view(*scores.shape[:2], 1, 1)
+        total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), logits)
+        return (scores - total).exp()
 
     def _mlp(self, x: Tensor, prefix: str) -> Tensor:
         gate, up = self._linear(x, f"{prefix}gate_proj"), self._linear(x, f"{prefix}up_proj")
@@ -349,7 +369,7 @@ class Reference:
         return rows.keys[: rows.count]
 
     def values(self, module: int) -> Tensor:
-        """`[rows, num_kv_heads, head_dim]`."""
+        """`[rows, num_kv_heads, value_size]`, scaled."""
         rows = self._modules[module]
         return rows.values[: rows.count]
 
