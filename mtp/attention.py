@@ -22,22 +22,23 @@ def can_be_captured(groups: KVGroups) -> bool:
     return backends <= CAPTURABLE_BACKENDS
 
 
-def leave_sequences_whole(metadata: Any, windows: Iterable[int | None], spec: KVCacheSpec, num_reqs: int) -> None:
+def leave_sequences_whole(
+    metadata: Any, windows: Iterable[int | None], spec: KVCacheSpec, num_reqs: int, fills_device: bool = False
+) -> None:
     """Has FlashAttention 3 not split sequences where a batch fills the device anyway and no sequence is long.
 
     Where there are CUDA graphs the host lets it split each sequence into up to 32 parts, which a second launch then
-    adds up.
+    adds up, or, of many rows, leaves the choice to a heuristic that a graph can't have.
 
     Args:
         metadata: of a backend, for these layers alone; that of others than FlashAttention has no such choice.
         windows: of the layers; None: none.
+        fills_device: a captured pass with a prompt, whose rows do so however long the sequences are. The parts of
+            as many rows would need room besides.
     """
     has_short_windows = all(window is not None and window <= WHOLE_WINDOW for window in windows)
     tiles = num_reqs * getattr(spec, "num_kv_heads", 0)
-    if has_short_windows and tiles >= WHOLE_TILES and _may_split(metadata):
+    # A plan made ahead counts on the splits; without one, 0 leaves the choice to the kernel.
+    splits = 1 if getattr(metadata, "scheduler_metadata", None) is not None else getattr(metadata, "max_num_splits", 1)
+    if (has_short_windows and tiles >= WHOLE_TILES and splits > 1) or (fills_device and splits != 1):
         metadata.max_num_splits = 1
-
-
-def _may_split(metadata: Any) -> bool:
-    # A plan made ahead counts on the splits; 0 leaves the choice to the kernel.
-    return getattr(metadata, "max_num_splits", 0) > 1 and metadata.scheduler_metadata is None

@@ -1,25 +1,54 @@
-"""CUDA graphs of whole decode passes.
+"""CUDA graphs of whole passes.
 
 A pass of several modules is some hundred small launches, which the host takes longer to issue than the device to run.
-In a decode batch no request has more rows than a token and its drafts. Give each a window of that many, whatever its
-step had, and the pass has the same shape in every step, in which nothing depends on a value that only the host knows:
-it is captured once per number of requests, on static inputs, and replayed. What is captured is the eager pass itself,
-so that the two can't differ.
+Captured on static inputs, in which nothing depends on a value that only the host knows, it is one. What is captured is
+the eager pass itself, so that the two can't differ.
+
+In a decode step no request has more rows than a token and its drafts. Give each a window of that many, whatever its
+step had, and the pass has the same shape in every step: an *even* one, captured per number of requests. In a step that
+carries a prompt windows are as long as they are. Where each begins is a tensor, too, so one graph runs any such step of
+no more requests and rows than it was captured for; what is left over goes to a last request, which is padding.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.groups import KVGroup
 from mtp.kernels.static_inputs import StaticInputs
 from mtp.rows import PassInputs, StepRows
+from mtp.window import window_lens
+
+
+class PassShape(NamedTuple):
+    """What a pass is captured for.
+
+    Attributes:
+        num_reqs, num_rows: of the windows, padding included.
+        even: all windows have the same length.
+    """
+
+    num_reqs: int
+    num_rows: int
+    even: bool
+
+
+class Replay(NamedTuple):
+    """The graph that runs a step.
+
+    Attributes:
+        window_starts: `[shape.num_reqs + 1]` int32 on the host, where each request's rows begin in the window; None
+            where all windows have the same length.
+    """
+
+    shape: PassShape
+    window_starts: torch.Tensor | None = None
 
 
 class PassGraphs:
@@ -27,10 +56,13 @@ class PassGraphs:
 
     Args:
         run: the pass of a batch, from its inputs and metadata to `[num_reqs, num_drafts]` token ids.
-        query_len: rows of each window, 1 + drafts.
+        query_len: rows of each window of a decode pass, 1 + drafts.
+        num_modules: that a pass runs.
+        history_depth: rows that a window may have before those of its step.
+        max_num_rows: of a pass with a prompt; 0: none is captured.
         padding_slot: a slot of the history that belongs to no request.
         tables_stay: the groups' block tables are bound for good, hold every number of requests, and the host fills them
-            in place: a captured pass reads them as they are. Else it has copies.
+            in place: a captured decode pass reads them as they are. Else it has copies.
     """
 
     def __init__(
@@ -39,7 +71,10 @@ class PassGraphs:
         run: Callable[[PassInputs, CommonAttentionMetadata], torch.Tensor],
         groups: Sequence[KVGroup],
         query_len: int,
+        num_modules: int,
+        history_depth: int,
         max_num_reqs: int,
+        max_num_rows: int,
         max_model_len: int,
         padding_slot: int,
         hidden_size: int,
@@ -48,32 +83,41 @@ class PassGraphs:
         tables_stay: bool = False,
     ) -> None:
         self.query_len = query_len
+        self._history_depth = history_depth
         self._vllm_config = vllm_config
         self._run = run
         self._groups = list(groups)
         self._max_model_len = max_model_len
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._sizes: list[int] = []
+        self._device = device
+        self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
-        starts = torch.arange(0, max_num_reqs * query_len + 1, query_len, dtype=torch.int32)
-        self._query_start_loc_cpu, self._query_start_loc = starts, starts.to(device)  # of the windows
-        self._static = StaticInputs.make(max_num_reqs, query_len, padding_slot, hidden_size, dtype, device)
-        self._tables_stay = tables_stay
+        even_starts = torch.arange(0, max_num_reqs * query_len + 1, query_len, dtype=torch.int32)
+        self._even_starts_cpu, self._even_starts = even_starts, even_starts.to(device)
+        max_num_reqs += 1  # one more has what is left over of a shape
+        self._window_starts_cpu = torch.zeros(max_num_reqs + 1, dtype=torch.int32)
+        num_rows = max(max_num_reqs * query_len, max_num_rows)
+        self._static = StaticInputs.make(
+            max_num_reqs, num_rows, query_len, num_modules, padding_slot, hidden_size, dtype, device
+        )
         self._tables = [
-            group.table(max_num_reqs)
-            if tables_stay
-            else torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device)
-            for group in groups
+            torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device) for group in groups
         ]
+        self._host_tables = [group.table(max_num_reqs - 1) for group in groups] if tables_stay else None
 
-    def __contains__(self, num_reqs: int) -> bool:
-        return num_reqs in self._graphs
+    def __contains__(self, shape: PassShape) -> bool:
+        return shape in self._graphs
+
+    def even(self, num_reqs: int) -> PassShape:
+        """The shape of a decode pass."""
+        return PassShape(num_reqs, num_reqs * self.query_len, even=True)
 
     @torch.inference_mode()
-    def capture(self, num_reqs: int) -> None:
-        """Captures the pass of `num_reqs` requests, all of them padding: nothing is written to the draft's cache."""
-        self._static.pad(0, num_reqs, num_rows=0)
-        self.run_static(num_reqs)  # kernels are compiled and workspaces allocated outside of the graph
+    def capture(self, shape: PassShape) -> None:
+        """Captures a pass whose requests are all padding: nothing is written to the draft's cache."""
+        self._static.pad(0, shape.num_reqs, num_rows=0)
+        if not shape.even:
+            self._lay_out(window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
+        self.run_static(shape)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
             # Of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
             self._pool = torch.cuda.graph_pool_handle()
@@ -85,49 +129,79 @@ class PassGraphs:
             capture_pool(self._pool, self._vllm_config) as pool,
             torch.cuda.graph(graph, pool=pool, stream=stream),
         ):
-            drafts = self.run_static(num_reqs)
-        self._graphs[num_reqs] = graph, drafts
-        self._sizes = sorted(self._graphs)
+            drafts = self.run_static(shape)
+        self.add(shape, graph, drafts)
 
-    def run_static(self, num_reqs: int) -> torch.Tensor:
-        """The eager pass over the first `num_reqs` requests of the static inputs: what is captured."""
+    def add(self, shape: PassShape, graph: Any, drafts: torch.Tensor) -> None:
+        """Takes a graph that runs `run_static(shape)` into `drafts`. The smallest that fits a step runs it."""
+        self._graphs[shape] = graph, drafts
+        self._graphs = dict(sorted(self._graphs.items(), key=lambda item: (item[0].num_rows, item[0].num_reqs)))
+
+    def run_static(self, shape: PassShape) -> torch.Tensor:
+        """The eager pass over the static inputs: what is captured."""
+        host_tables = self._host_tables if shape.even else None
         with ExitStack() as borrowed:
-            for group, table in zip(self._groups, self._tables, strict=True):
+            for group, table in zip(self._groups, host_tables or self._tables, strict=True):
                 borrowed.callback(setattr, group, "block_table", group.block_table)
-                group.block_table = table[:num_reqs]
-            return self._run(*self._first(num_reqs))
+                group.block_table = table[: shape.num_reqs]
+            return self._run(*self._first(shape))
 
-    def size_for(self, num_reqs: int, max_query_len: int) -> int | None:
-        """The number of requests of the graph that can run this batch; None where there is none."""
-        if max_query_len > self.query_len:
-            return None
-        index = bisect_left(self._sizes, num_reqs)
-        return self._sizes[index] if index < len(self._sizes) else None
+    def plan(self, query_lens: torch.Tensor, upper: torch.Tensor | None, has_chunk_ends: bool) -> Replay | None:
+        """The graph that can run a step; None where there is none.
 
-    def replay(self, size: int, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
+        Args:
+            query_lens: `[num_reqs]` integer on the host.
+            upper: `[num_reqs]` integer or more on the host, bounds of the sequence lengths, exact where requests
+                prefill.
+            has_chunk_ends: a chunk ends before its prompt.
+        """
+        num_reqs = len(query_lens)
+        if not has_chunk_ends and int(query_lens.max()) <= self.query_len:
+            shape = next((shape for shape in self._graphs if shape.even and shape.num_reqs >= num_reqs), None)
+            return None if shape is None else Replay(shape)
+        lens = window_lens(query_lens, upper, self._history_depth)
+        num_rows = int(lens.sum())
+        for shape in self._graphs:
+            rest, padding = shape.num_rows - num_rows, shape.num_reqs - num_reqs
+            # The rest is a sequence of its own, and requests that are padding begin at a row of it.
+            fits = rest == padding == 0 or (padding > 0 and 0 < rest <= self._max_model_len)
+            if fits and not shape.even:
+                return Replay(shape, window_starts_of(lens, shape))
+        return None
+
+    def replay(self, replay: Replay, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
         """Runs a batch.
 
         Args:
-            size: of `size_for`.
-            inputs: as for an eager pass; no chunk may end before its prompt.
+            replay: of `plan`.
+            inputs: as for an eager pass.
             num_rows, seq_lens: as for `StaticInputs.fill`.
 
         Returns:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
-        num_reqs = seq_lens.shape[0]
-        self._static.fill(inputs, num_rows, seq_lens, size)
-        if not self._tables_stay:
+        shape, num_reqs = replay.shape, seq_lens.shape[0]
+        self._static.fill(inputs, num_rows, seq_lens, shape.num_reqs)
+        if replay.window_starts is not None:
+            self._lay_out(replay.window_starts, inputs.prompt_token_ids)
+        if self._host_tables is None or not shape.even:
             for group, table in zip(self._groups, self._tables, strict=True):
                 table[:num_reqs].copy_(group.table(num_reqs))
-        graph, drafts = self._graphs[size]
+        graph, drafts = self._graphs[shape]
         graph.replay()
         return drafts[:num_reqs].clone()
 
-    def _first(self, num_reqs: int) -> tuple[PassInputs, CommonAttentionMetadata]:
-        """The first `num_reqs` requests of the static inputs, and metadata of sequences of any length."""
-        num_rows = num_reqs * self.query_len
+    def _lay_out(self, window_starts: torch.Tensor, prompt_token_ids: torch.Tensor | None) -> None:
+        self._window_starts_cpu[: len(window_starts)] = window_starts
+        self._static.lay_out(async_tensor_h2d(window_starts, device=self._device), prompt_token_ids)
+
+    def _first(self, shape: PassShape) -> tuple[PassInputs, CommonAttentionMetadata]:
+        """The first requests and rows of the static inputs, and metadata of sequences of any length."""
+        num_reqs, num_rows, even = shape
         static, rows = self._static, self._static.rows
+        starts, starts_cpu = (
+            (self._even_starts, self._even_starts_cpu) if even else (static.window_starts, self._window_starts_cpu)
+        )
         inputs = PassInputs(
             StepRows(
                 rows.token_ids[:num_rows],
@@ -138,17 +212,54 @@ class PassGraphs:
             ),
             static.next_token_ids[:num_reqs],
             static.history_slots[:num_reqs],
+            None if even else static.prompt_token_ids[:num_reqs],
         )
         cad = CommonAttentionMetadata(
-            query_start_loc=self._query_start_loc[: num_reqs + 1],
-            query_start_loc_cpu=self._query_start_loc_cpu[: num_reqs + 1],
+            query_start_loc=starts[: num_reqs + 1],
+            query_start_loc_cpu=starts_cpu[: num_reqs + 1],
             seq_lens=static.seq_lens[:num_reqs],
             num_reqs=num_reqs,
             num_actual_tokens=num_rows,
-            max_query_len=self.query_len,
+            max_query_len=self.query_len if even else num_rows,
             max_seq_len=self._max_model_len,
             block_table_tensor=self._tables[0][:num_reqs],
             slot_mapping=self._groups[0].slot_mapping[:num_rows],
             causal=True,
         )
         return inputs, cad
+
+
+def window_starts_of(lens: torch.Tensor, shape: PassShape) -> torch.Tensor:
+    """`[shape.num_reqs + 1]` int32: windows of these lengths, then those of padding, of which the last has the rest."""
+    starts = torch.full((shape.num_reqs + 1,), int(lens.sum()), dtype=torch.int32)
+    starts[0] = 0
+    torch.cumsum(lens, 0, out=starts[1 : len(lens) + 1])
+    starts[-1] = shape.num_rows
+    return starts
+
+
+def uneven_shapes(max_num_reqs: int, max_num_rows: int) -> list[PassShape]:
+    """What passes with a prompt are captured for: so that padding rows are an eighth to a quarter of the rows at most,
+    since each goes through every module, and requests a quarter at least, since each goes through every head.
+
+    Args:
+        max_num_reqs: of a step. One more has what is left over.
+        max_num_rows: the largest pass to capture; 0: none.
+    """
+    rows = [64, *range(128, 512, 64), *range(512, 1024, 128)]
+    doubled = 1024
+    while doubled < max_num_rows:
+        rows += range(doubled, 2 * doubled, doubled // 4)
+        doubled *= 2
+    rows = [size for size in rows if size < max_num_rows]
+    reqs, count = [], 8
+    while count <= max_num_reqs:
+        reqs.append(count)
+        count *= 4
+    sizes = [*rows, max_num_rows] if max_num_rows > 0 else []
+    return [
+        PassShape(num_reqs, num_rows, even=False)
+        for num_rows in sizes
+        for num_reqs in (*reqs, max_num_reqs + 1)
+        if num_reqs <= num_rows
+    ]

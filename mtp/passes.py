@@ -10,6 +10,7 @@ model and samples. The window, the order of modules, the slots and metadata of e
 passes are here.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,17 +19,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.attention import leave_sequences_whole
 from mtp.base import GroupProposer
-from mtp.graphs import PassGraphs
+from mtp.graphs import PassGraphs, uneven_shapes
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
 from mtp.window import History, Window, build_window, for_other_rows
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class Execution(NamedTuple):
@@ -73,6 +77,7 @@ class DraftPasses(GroupProposer, ABC):
         takes_wanted: the model has an argument `wanted`: the rows to compute to the end. The others end in the cache.
         history: None for a single module, which has nothing to repair.
         graphs: None as long as no pass was captured.
+        max_captured_rows: of passes with a prompt; larger ones are run eagerly. 0: all are.
     """
 
     tables_stay: ClassVar[bool] = False
@@ -83,6 +88,7 @@ class DraftPasses(GroupProposer, ABC):
     takes_wanted: bool
     history: History | None
     graphs: PassGraphs | None
+    max_captured_rows: int
 
     # The runner's base class has these.
     vllm_config: VllmConfig
@@ -101,8 +107,9 @@ class DraftPasses(GroupProposer, ABC):
         self.descriptor, self.plan = descriptor, DraftPlan.of(descriptor, vllm_config)
         self.takes_wanted = False
         self.groups = self.history = self.graphs = None
+        self.max_captured_rows = 0
         self._max_num_reqs = max_num_reqs
-        self._one_row_starts_cpu = torch.arange(max_num_reqs + 1, dtype=torch.int32)
+        self._one_row_starts_cpu = torch.arange(max_num_reqs + 2, dtype=torch.int32)  # with one that is padding
         self._one_row_starts = self._one_row_starts_cpu.to(self.device)
 
     # What an adapter has to know.
@@ -183,7 +190,7 @@ class DraftPasses(GroupProposer, ABC):
         Args:
             cad: of the target's step, for any KV cache group; not changed.
         """
-        window = build_window(inputs.rows, cad, self.history, inputs.history_slots)
+        window = build_window(inputs.rows, cad, self.history, inputs.history_slots, laid_out=drafts.captured)
         if self.history is not None:
             assert inputs.history_slots is not None
             self.history.store(inputs.history_slots, window)
@@ -207,7 +214,14 @@ class DraftPasses(GroupProposer, ABC):
             after the chain's; else None.
         """
         execution = self._execution(window.num_rows, drafts)
-        layers = self._prepare_layers(window.cad, window.req_indices, window.seq_positions, execution, step=0)
+        layers = self._prepare_layers(
+            window.cad,
+            window.req_indices,
+            window.seq_positions,
+            execution,
+            step=0,
+            fills_device=drafts.captured and window.cad.max_query_len > 1 + self.plan.num_speculative_tokens,
+        )
         token_ids, hidden = window.token_ids, window.hidden_states
         first_hidden = None
         for module in range(self.plan.chain_length):
@@ -336,6 +350,7 @@ class DraftPasses(GroupProposer, ABC):
         seq_positions: torch.Tensor,
         execution: Execution,
         step: int,
+        fills_device: bool = False,
     ) -> Layers:
         """Writes the rows' slots in every group that the chain uses, and builds its metadata, once for all modules."""
         groups, modules = self.bound_groups, range(self.plan.chain_length)
@@ -356,7 +371,7 @@ class DraftPasses(GroupProposer, ABC):
                 ),
                 step,
             )
-            leave_sequences_whole(metadata, self._windows_of(attn), attn.kv_cache_spec, cad.num_reqs)
+            leave_sequences_whole(metadata, self._windows_of(attn), attn.kv_cache_spec, cad.num_reqs, fills_device)
             self._check_metadata(attn.layer_names, metadata)
             per_layer.update(dict.fromkeys(attn.layer_names, metadata))
         return Layers(per_layer, groups.slot_mapping_by_layer(execution.num_input_tokens))
@@ -384,13 +399,35 @@ class DraftPasses(GroupProposer, ABC):
             self._run_captured,
             self.bound_groups.groups_of(range(self.plan.chain_length)),
             1 + self.plan.num_speculative_tokens,
+            self.plan.chain_length,
+            0 if self.history is None else self.history.depth,
             self._max_num_reqs,
+            self.max_captured_rows,
             self.max_model_len,
             0 if self.history is None else self.history.padding_slot,
             self.hidden_size,
             self.dtype,
             self.device,
             self.tables_stay,
+        )
+
+    def capture_uneven(self) -> None:
+        """Captures passes of steps that carry a prompt, as many of them as were asked for."""
+        assert self.graphs is not None
+        shapes = [
+            shape for shape in uneven_shapes(self._max_num_reqs, self.max_captured_rows) if shape not in self.graphs
+        ]
+        if not shapes:
+            return
+        before, started = torch.cuda.mem_get_info()[0], time.monotonic()
+        for shape in reversed(shapes):  # the largest first: the others find room in what it leaves
+            self.graphs.capture(shape)
+        logger.info(
+            "Captured %d draft passes of steps that carry a prompt, of up to %d rows, in %.1f s and %.0f MiB.",
+            len(shapes),
+            shapes[-1].num_rows,
+            time.monotonic() - started,
+            (before - torch.cuda.mem_get_info()[0]) / 2**20,
         )
 
     def release_captured(self) -> None:

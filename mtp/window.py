@@ -122,7 +122,11 @@ class History(HistoryRows):
 
 
 def build_window(
-    rows: StepRows, cad: CommonAttentionMetadata, history: History | None, slots: torch.Tensor | None
+    rows: StepRows,
+    cad: CommonAttentionMetadata,
+    history: History | None,
+    slots: torch.Tensor | None,
+    laid_out: bool = False,
 ) -> Window:
     """Lays out the rows of a pass: the history's, where a request has any, and this step's.
 
@@ -132,27 +136,14 @@ def build_window(
         cad: of the target's step; its `seq_lens` count rejected rows in. Its query lengths say how many rows a window
             has at least, and may be more than the step's.
         history, slots: None for a single module, which has nothing to repair.
+        laid_out: the query lengths are those of the windows, as in a captured pass, and known to the device alone.
     """
-    query_lens_cpu = cad.query_start_loc_cpu.diff()
-    window_lens_cpu = query_lens_cpu if history is None else _window_lens(cad, query_lens_cpu, history.depth + 1)
-    query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
-    if not torch.equal(window_lens_cpu, query_lens_cpu):
-        query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
-        torch.cumsum(window_lens_cpu, 0, out=query_start_loc_cpu[1:])
-        query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
-    num_rows, longest = int(query_start_loc_cpu[-1]), int(window_lens_cpu.max())
+    if not laid_out:
+        cad = _with_window_lens(cad, 0 if history is None else history.depth)
+    num_rows, longest = cad.num_actual_tokens, cad.max_query_len
+    query_start_loc = cad.query_start_loc
     layout = lay_out_rows(rows, query_start_loc, cad.seq_lens, num_rows, longest, history, slots)
-    upper = cad.seq_lens_cpu_upper_bound
-    window_cad = for_other_rows(
-        cad,
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=layout.seq_lens,
-        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
-        num_actual_tokens=num_rows,
-        max_query_len=longest,
-        max_seq_len=max(cad.max_seq_len, longest),
-    )
+    window_cad = for_other_rows(cad, seq_lens=layout.seq_lens, max_seq_len=max(cad.max_seq_len, longest))
     return Window(**{field.name: getattr(layout, field.name) for field in fields(layout)}, cad=window_cad)
 
 
@@ -169,13 +160,37 @@ def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttent
     )
 
 
-def _window_lens(cad: CommonAttentionMetadata, query_lens_cpu: torch.Tensor, at_least: int) -> torch.Tensor:
-    """Rows of each request's window: as many as the step ran, and `at_least` where the sequence has them.
+def _with_window_lens(cad: CommonAttentionMetadata, depth: int) -> CommonAttentionMetadata:
+    """The metadata with as many query rows as each window has."""
+    upper, query_lens_cpu = cad.seq_lens_cpu_upper_bound, cad.query_start_loc_cpu.diff()
+    window_lens_cpu = window_lens(query_lens_cpu, upper, depth)
+    query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
+    if not torch.equal(window_lens_cpu, query_lens_cpu):
+        query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
+        torch.cumsum(window_lens_cpu, 0, out=query_start_loc_cpu[1:])
+        query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
+    return cad.replace(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc_cpu,
+        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
+        num_actual_tokens=int(query_start_loc_cpu[-1]),
+        max_query_len=int(window_lens_cpu.max()),
+    )
+
+
+def window_lens(query_lens_cpu: torch.Tensor, upper: torch.Tensor | None, depth: int) -> torch.Tensor:
+    """Rows of each request's window: as many as the step ran, and `depth + 1` where the sequence has them.
 
     The bound is exact where a request prefills, so a short prompt gets no padding; where it decodes it may be too
     high, and `build_window` puts the padding at the end.
+
+    Args:
+        query_lens_cpu: `[num_reqs]` integer.
+        upper: `[num_reqs]` integer or more, bounds of the sequence lengths.
+        depth: of the history; 0: windows are as long as the queries.
     """
-    upper = cad.seq_lens_cpu_upper_bound
+    if depth == 0:
+        return query_lens_cpu
     if upper is None:
-        return query_lens_cpu.clamp(min=at_least)
-    return torch.maximum(query_lens_cpu, upper[: len(query_lens_cpu)].clamp(max=at_least).to(query_lens_cpu.dtype))
+        return query_lens_cpu.clamp(min=depth + 1)
+    return torch.maximum(query_lens_cpu, upper[: len(query_lens_cpu)].clamp(max=depth + 1).to(query_lens_cpu.dtype))

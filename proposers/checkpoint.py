@@ -41,7 +41,7 @@ def tensor_files(model: str, revision: str | None = None) -> dict[str, str] | No
 def _in_folder(folder: Path) -> dict[str, str] | None:
     from safetensors import safe_open
 
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted(folder.glob(SAFETENSORS)):
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path.name)

@@ -30,6 +30,7 @@ from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
 from proposers.architecture import Architecture
 from proposers.drafter import ArchitecturePasses
+from proposers.options import Options
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -92,6 +93,7 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
         if self.plan.chain_length > 1:
             self._add_history(self.plan.chain_length - 1)
+        self.max_captured_rows = min(Options.of(vllm_config).captured_rows, self.max_num_tokens)
 
     def _add_history(self, depth: int) -> None:
         """Room for `depth` more rows per request in every input buffer, and the rows themselves between the passes."""
@@ -221,10 +223,12 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
         inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
-        graphs = self.graphs if sampling_metadata is None and prompt is None else None
-        if graphs is not None and (size := graphs.size_for(cad.num_reqs, cad.max_query_len)):
-            seq_lens = cad.seq_lens[: cad.num_reqs]
-            return graphs.replay(size, inputs, cad.num_actual_tokens, seq_lens)[:, :num_speculative_tokens]
+        if self.graphs is not None and sampling_metadata is None:
+            query_lens, upper = cad.query_start_loc_cpu.diff(), cad.seq_lens_cpu_upper_bound
+            if replay := self.graphs.plan(query_lens, upper, prompt is not None):
+                seq_lens = cad.seq_lens[: cad.num_reqs]
+                made = self.graphs.replay(replay, inputs, cad.num_actual_tokens, seq_lens)
+                return made[:, :num_speculative_tokens]
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
         drafts = SampledDrafts(num_steps, sampling_metadata=sampling_metadata)
@@ -376,8 +380,9 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             return
         if self.graphs is None:
             self.graphs = self.make_graphs()
-        if num_reqs not in self.graphs:
-            self.graphs.capture(num_reqs)
+            self.capture_uneven()
+        if self.graphs.even(num_reqs) not in self.graphs:
+            self.graphs.capture(self.graphs.even(num_reqs))
 
     def _create_draft_vllm_config(self) -> VllmConfig:
         base = super()._create_draft_vllm_config()

@@ -31,6 +31,7 @@ from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
 from proposers.architecture import Architecture
 from proposers.drafter import ArchitecturePasses
+from proposers.options import Options
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -52,6 +53,9 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         self._owners: list[str | None] = [None] * self.max_num_reqs
         self._may_capture = False
         self._draft_steps = torch.arange(self.plan.num_speculative_tokens, device=device)
+        # The host's buffers for sampling have no room for the request that has what is left over.
+        if self.draft_logits is None:
+            self.max_captured_rows = min(Options.of(vllm_config).captured_rows, self._max_rows)
         if depth > 0:
             self.history = History(depth, self.max_num_reqs, self.hidden_size, self.dtype, (), device)
 
@@ -100,13 +104,14 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         self._may_capture = self._captures(cudagraph_mode) and can_be_captured(self.bound_groups)
 
     def capture(self) -> None:
-        """Captures the pass of every decode step that the host has captured."""
+        """Captures the pass of every decode step that the host has captured, and of steps that carry a prompt."""
         if not self._may_capture:
             return
         self.graphs = self.make_graphs()
         with graph_capture(device=self.device):
             for num_reqs in reversed(self._graph_sizes()):
-                self.graphs.capture(num_reqs)
+                self.graphs.capture(self.graphs.even(num_reqs))
+            self.capture_uneven()
 
     def _graph_sizes(self) -> list[int]:
         """Numbers of requests of the host's decode graphs, in which each has a token and all its drafts."""
@@ -165,10 +170,12 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         inputs = self._read_step(
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens
         )
+        if self.graphs is not None:
+            query_lens = torch.from_numpy(input_batch.num_scheduled_tokens)
+            upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs]
+            if replay := self.graphs.plan(query_lens, upper, inputs.prompt_token_ids is not None):
+                return self.graphs.replay(replay, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
         max_query_len = int(input_batch.num_scheduled_tokens.max())
-        graphs = self.graphs if inputs.prompt_token_ids is None else None
-        if graphs is not None and (size := graphs.size_for(num_reqs, max_query_len)):
-            return graphs.replay(size, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
         num_steps = self.plan.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         drafts = self._new_drafts(num_steps)
         self._run_pass(inputs, self._read_metadata(input_batch, max_query_len), None, drafts)

@@ -1,4 +1,4 @@
-"""Replays without CUDA: decode batches go through the inputs of a graph, padding included, and are then run eagerly.
+"""Replays without CUDA: batches go through the inputs of a graph, padding included, and are then run eagerly.
 
 What a captured graph does by itself, which is the same launches on the same memory, is all that is left out;
 `tests/gpu` has the rest.
@@ -10,30 +10,42 @@ from typing import Any
 
 import torch
 
+from mtp.graphs import PassShape, Replay, uneven_shapes, window_starts_of
+
 
 class EagerGraph:
     """In place of a captured CUDA graph: a replay runs the pass eagerly on the graph's own inputs.
 
     Attributes:
-        size: requests of the graph's batch, padding included.
-        drafts: `[size, num_speculative_tokens]`, which a replay writes.
+        shape: of the pass, padding included.
+        drafts: `[shape.num_reqs, num_speculative_tokens]`, which a replay writes.
     """
 
-    def __init__(self, graphs: Any, size: int, drafts: torch.Tensor | None = None) -> None:
-        self.graphs, self.size = graphs, size
-        self.drafts: torch.Tensor = graphs.run_static(size) if drafts is None else drafts
+    def __init__(self, graphs: Any, shape: PassShape, drafts: torch.Tensor | None = None) -> None:
+        self.graphs, self.shape = graphs, shape
+        if drafts is None:
+            graphs._static.pad(0, shape.num_reqs, num_rows=0)
+            if not shape.even:
+                graphs._lay_out(window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
+            drafts = graphs.run_static(shape)
+        self.drafts: torch.Tensor = drafts
 
     def replay(self) -> None:
-        self.drafts.copy_(self.graphs.run_static(self.size))
+        self.drafts.copy_(self.graphs.run_static(self.shape))
 
 
 def count_replays(graphs: Any, events: Any) -> Any:
-    """Has every further replay counted in `events.replays`; returns the graphs."""
+    """Has every further replay counted in `events.replays`, and those with a prompt in `events.replays_uneven` too.
+
+    Returns:
+        the graphs.
+    """
     replay = graphs.replay
 
-    def counted_replay(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted_replay(found: Replay, *args: Any, **kwargs: Any) -> torch.Tensor:
         events.replays += 1
-        return replay(*args, **kwargs)
+        events.replays_uneven += not found.shape.even
+        return replay(found, *args, **kwargs)
 
     graphs.replay = counted_replay
     return graphs
@@ -47,10 +59,10 @@ def replaying(drafter: Any, sizes: list[int], events: Any) -> Iterator[None]:
     def propose_by_replay(*args: Any, **kwargs: Any) -> torch.Tensor:
         if drafter.graphs is None:
             graphs = drafter.make_graphs()
-            for size in sizes:
-                graph = EagerGraph(graphs, size)
-                graphs._graphs[size] = graph, graph.drafts
-            graphs._sizes = sizes
+            even = [graphs.even(size) for size in sizes]
+            for shape in (*even, *uneven_shapes(drafter._max_num_reqs, drafter.max_captured_rows)):
+                graph = EagerGraph(graphs, shape)
+                graphs.add(shape, graph, graph.drafts)
             drafter.graphs = count_replays(graphs, events)
         return propose(*args, **kwargs)
 

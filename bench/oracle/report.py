@@ -37,6 +37,7 @@ class Events:
     at_max_model_len: int = 0
     skipped_passes: int = 0
     replays: int = 0
+    replays_uneven: int = 0
 
 
 @dataclass

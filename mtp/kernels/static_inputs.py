@@ -16,17 +16,20 @@ class StaticInputs:
     """Memory that a captured pass reads, for as many requests as there can be.
 
     Attributes:
-        rows: of windows of `query_len` rows each.
-        next_token_ids, history_slots: as of `PassInputs`.
+        rows: of the step.
+        next_token_ids, history_slots, prompt_token_ids: as of `PassInputs`.
         seq_lens: `[max_num_reqs]` int32.
-        query_len: rows of each window, 1 + drafts.
+        window_starts: `[max_num_reqs + 1]` int32, where each request's rows begin in the window.
+        query_len: rows of each window of a decode pass, 1 + drafts.
         padding_slot: a slot of the history that belongs to no request.
     """
 
     rows: StepRows
     next_token_ids: torch.Tensor
     history_slots: torch.Tensor
+    prompt_token_ids: torch.Tensor
     seq_lens: torch.Tensor
+    window_starts: torch.Tensor
     query_len: int
     padding_slot: int
 
@@ -34,13 +37,19 @@ class StaticInputs:
     def make(
         cls,
         max_num_reqs: int,
+        num_rows: int,
         query_len: int,
+        num_modules: int,
         padding_slot: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> "StaticInputs":
-        num_rows = max_num_reqs * query_len
+        """Memory for so many requests and rows.
+
+        Args:
+            num_modules: that a pass runs.
+        """
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -54,8 +63,12 @@ class StaticInputs:
         )
         next_token_ids = zeros(max_num_reqs, dtype=torch.int32)
         history_slots = torch.full((max_num_reqs,), padding_slot, dtype=torch.int64, device=device)
+        prompt_token_ids = zeros(max_num_reqs, num_modules, dtype=torch.int32)
         seq_lens = zeros(max_num_reqs, dtype=torch.int32)
-        return cls(rows, next_token_ids, history_slots, seq_lens, query_len, padding_slot)
+        window_starts = zeros(max_num_reqs + 1, dtype=torch.int32)
+        return cls(
+            rows, next_token_ids, history_slots, prompt_token_ids, seq_lens, window_starts, query_len, padding_slot
+        )
 
     def fill(self, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
         """Takes over a batch, and pads it to `size` requests.
@@ -66,6 +79,18 @@ class StaticInputs:
         """
         self.rows.hidden_states[:num_rows].copy_(inputs.rows.hidden_states[:num_rows])
         fill_static_inputs(self, inputs, num_rows, seq_lens, size)
+
+    def lay_out(self, window_starts: torch.Tensor, prompt_token_ids: torch.Tensor | None) -> None:
+        """Takes over what only a pass with a prompt needs.
+
+        Args:
+            window_starts: `[size + 1]` int32.
+            prompt_token_ids: `[num_reqs, num_modules]`; None: no chunk ends before its prompt.
+        """
+        self.window_starts[: len(window_starts)].copy_(window_starts)
+        self.prompt_token_ids.fill_(-1)
+        if prompt_token_ids is not None:
+            self.prompt_token_ids[: len(prompt_token_ids)].copy_(prompt_token_ids)
 
     def pad(self, first: int, end: int, num_rows: int) -> None:
         """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
@@ -82,7 +107,7 @@ class StaticInputs:
 def fill_static_inputs(
     static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int
 ) -> None:
-    """All of `StaticInputs.fill` but the hidden states, in one launch in place of eight copies and four fills."""
+    """All of `StaticInputs.fill` but the hidden states, in one launch in place of seven copies and four fills."""
     if not has_kernels(static.seq_lens):
         fill_static_inputs_by_ops(static, inputs, num_rows, seq_lens, size)
         return

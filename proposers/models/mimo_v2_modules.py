@@ -16,7 +16,7 @@ class _AllModules(nn.Module):
     model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         architecture = architecture_of(vllm_config.speculative_config)
         if architecture is None:
             return  # vLLM's own proposer drafts, which has a use for one

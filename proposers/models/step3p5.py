@@ -10,10 +10,22 @@ if TYPE_CHECKING:
 
 
 def _restore_layer_types(config: Any) -> None:
-    """The attention types of the MTP layers, which vLLM 0.32 cuts off (`proposers/host/start_up.py`)."""
+    """The attention types of the MTP layers, which vLLM 0.32 cuts off (`proposers/host/start_up.py`).
+
+    Raises:
+        ValueError: there are fewer than layers. Whether one slides can't be told from its weights.
+    """
     extra = getattr(config, "mtp_layer_types", None)
-    if extra and len(config.layer_types) == config.num_hidden_layers:
-        config.layer_types = [*config.layer_types, *extra]
+    types, num_layers = config.layer_types, config.num_hidden_layers
+    if extra and len(types) == num_layers:
+        config.layer_types = types = [*types, *extra]
+    modules = getattr(config, "num_nextn_predict_layers", None) or 0
+    if len(types) < num_layers + modules:
+        raise ValueError(
+            f"layer_types has {len(types)} entries in the config of {config.name_or_path}, and the model has "
+            f"{num_layers} layers and {modules} MTP modules, {num_layers + modules} in all. Name the attention of the "
+            "modules, too, in the checkpoint's config.json or by --hf-overrides."
+        )
 
 
 def _fuse(model: Any) -> bool:

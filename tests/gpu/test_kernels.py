@@ -71,7 +71,7 @@ def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(num_reqs: int,
     slots = numbers(num_reqs, torch.int32) if with_history else None
     inputs = PassInputs(rows, numbers(num_reqs, torch.int64), slots)
     seq_lens = numbers(num_reqs, torch.int32)
-    ours, reference = (StaticInputs.make(300, 4, 300, 8, torch.float32, DEVICE) for _ in range(2))
+    ours, reference = (StaticInputs.make(300, 1200, 4, 3, 300, 8, torch.float32, DEVICE) for _ in range(2))
     for static in (ours, reference):
         for x in tensors_of(static):
             x.fill_(POISON)

@@ -1,13 +1,14 @@
 """What a captured pass leaves as it was. (Replays: `tests/gpu/test_graphs.py`, and by the oracle.)"""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig
 
-from mtp.graphs import PassGraphs
+from mtp.graphs import PassGraphs, PassShape, uneven_shapes, window_starts_of
 from mtp.groups import KVGroup
 
 CPU = torch.device("cpu")
@@ -18,8 +19,26 @@ def make_group(gid: int) -> KVGroup:
     return KVGroup(gid, 16, torch.zeros(32, dtype=torch.int64), ("layer",), block_table=table)
 
 
-def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor]) -> PassGraphs:
-    return PassGraphs(VllmConfig(), run, groups, 4, 4, 64, 4, 8, torch.float32, CPU)
+def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor], max_model_len: int = 64) -> PassGraphs:
+    return PassGraphs(
+        VllmConfig(),
+        run,
+        groups,
+        query_len=4,
+        num_modules=3,
+        history_depth=2,
+        max_num_reqs=4,
+        max_num_rows=32,
+        max_model_len=max_model_len,
+        padding_slot=4,
+        hidden_size=8,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def no_pass(inputs: Any, cad: Any) -> torch.Tensor:
+    return torch.zeros(cad.num_reqs, 3)
 
 
 def test_a_pass_reads_the_graphs_tables_and_the_hosts_are_put_back() -> None:
@@ -31,7 +50,7 @@ def test_a_pass_reads_the_graphs_tables_and_the_hosts_are_put_back() -> None:
         seen.extend(group.block_table for group in groups)
         return torch.zeros(2, 3)
 
-    make_graphs(groups, run).run_static(2)
+    make_graphs(groups, run).run_static(PassShape(2, 8, even=True))
     assert [table.shape for table in seen] == [(2, 3), (2, 3)]
     assert all(table is not host for table, host in zip(seen, hosts, strict=True))
     assert all(group.block_table is host for group, host in zip(groups, hosts, strict=True))
@@ -45,5 +64,68 @@ def test_a_pass_that_fails_leaves_the_hosts_tables_too() -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        make_graphs(groups, run).run_static(2)
+        make_graphs(groups, run).run_static(PassShape(2, 8, even=True))
     assert all(group.block_table is host for group, host in zip(groups, hosts, strict=True))
+
+
+SHAPES = (
+    PassShape(2, 8, even=True),
+    PassShape(4, 16, even=True),
+    PassShape(3, 16, even=False),
+    PassShape(5, 16, even=False),
+    PassShape(5, 32, even=False),
+)
+
+
+def planned(query_lens: list[int], upper: list[int] | None = None, chunk_ends: bool = False, limit: int = 64) -> Any:
+    graphs = make_graphs([make_group(1)], no_pass, limit)
+    for shape in reversed(SHAPES):
+        graphs.add(shape, None, torch.zeros(0))
+    bounds = None if upper is None else torch.tensor(upper)
+    return graphs.plan(torch.tensor(query_lens, dtype=torch.int32), bounds, chunk_ends)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "upper", "chunk_ends", "shape"),
+    [
+        ([4], [100], False, SHAPES[0]),
+        ([4, 1, 2], [100, 9, 9], False, SHAPES[1]),
+        ([4, 1], [100, 9], True, SHAPES[2]),  # the end of a chunk is in no decode pass
+        ([9, 4], [9, 50], False, SHAPES[2]),
+        ([9, 4, 1], [9, 50, 50], False, SHAPES[2]),  # 16 rows with the history's: all of them, and all requests
+        ([9, 4, 1], [9, 50, 1], False, SHAPES[3]),  # a sequence of one row has no history
+        ([9, 7], [9, 50], False, SHAPES[4]),  # 16 rows, of which none is left for the third request
+        ([9, 3, 4, 4], [9, 50, 50, 50], False, SHAPES[4]),
+        ([9, 4, 4], None, False, SHAPES[4]),  # without bounds all may have a history
+        ([30, 4], [30, 50], False, None),  # more rows than any has
+    ],
+)
+def test_the_smallest_graph_that_has_room_runs_a_step(
+    query_lens: list[int], upper: list[int] | None, chunk_ends: bool, shape: PassShape | None
+) -> None:
+    replay = planned(query_lens, upper, chunk_ends)
+    assert (None if replay is None else replay.shape) == shape
+
+
+def test_what_is_left_over_is_a_sequence_that_the_context_has_room_for() -> None:
+    assert planned([17], [17], limit=15).shape == SHAPES[4]
+    assert planned([17], [17], limit=14) is None
+
+
+def test_windows_are_laid_out_one_after_the_other_and_the_rest_is_the_last_request() -> None:
+    replay = planned([9, 1, 1], [9, 50, 2])
+    # The second has two rows of the history before its own, the third has one: there are no more.
+    assert replay.window_starts.tolist() == [0, 9, 12, 14, 14, 16]
+    assert window_starts_of(torch.tensor([3, 2]), PassShape(2, 5, even=False)).tolist() == [0, 3, 5]
+
+
+def test_passes_of_a_prompt_are_captured_up_to_the_rows_asked_for() -> None:
+    shapes = uneven_shapes(max_num_reqs=64, max_num_rows=2048)
+    sizes = sorted({shape.num_rows for shape in shapes})
+    assert sizes[-1] == 2048
+    assert all(later <= 1.5 * size for size, later in pairwise(sizes))
+    assert {shape.num_reqs for shape in shapes} == {8, 32, 65}
+    assert {shape.num_reqs for shape in shapes if shape.num_rows == 64} == {8, 32}  # no more requests than rows
+    assert not any(shape.even for shape in shapes)
+    assert uneven_shapes(64, 0) == []
+    assert {shape.num_rows for shape in uneven_shapes(2, 100)} == {64, 100}

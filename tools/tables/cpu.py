@@ -70,7 +70,9 @@ def before_and_after() -> str:
     rows = []
     for figure, digits in (("step_ms", 2), ("output_tokens_per_s", 0)):
         for batch in map(str, record(BEFORE_AND_AFTER)["settings"]["batches"]):
-            rows.append([f"`{figure}`", batch, *(show_quartiles(mode[figure][batch], digits) for mode in modes.values())])
+            rows.append(
+                [f"`{figure}`", batch, *(show_quartiles(mode[figure][batch], digits) for mode in modes.values())]
+            )
     return table(["", "batch", *modes], rows)
 
 

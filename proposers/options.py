@@ -1,0 +1,39 @@
+"""What users can choose in vLLM's `additional_config`, under `mtp_proposers`."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+KEY = "mtp_proposers"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one engine.
+
+    Attributes:
+        captured_rows: the largest draft pass of a step with a prompt that is captured as a CUDA graph, in rows; 0: none
+            is. Larger ones are run eagerly.
+    """
+
+    captured_rows: int = 2048
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Options":
+        """Reads a configuration.
+
+        Raises:
+            ValueError: an option doesn't exist, or has a value that it can't have.
+        """
+        config = getattr(vllm_config, "additional_config", None)
+        given = config.get(KEY, {}) if isinstance(config, dict) else {}
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, dict) or not set(given) <= set(known):
+            raise ValueError(
+                f"additional_config has {KEY}={given!r}: give a dictionary of options out of {', '.join(known)}, as in "
+                f'{{"{KEY}": {{"captured_rows": 1024}}}}.'
+            )
+        options = cls(**given)
+        rows = options.captured_rows
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise ValueError(f"additional_config has captured_rows={rows!r}: give a number of rows, or 0 for none.")
+        return options
