@@ -1,8 +1,9 @@
-"""Step time, throughput and GPU time of every drafter on a Step-3.5 shape with dummy weights, on CUDA."""
+"""Step time, throughput and GPU time of every drafter on a model's shape with dummy weights, on CUDA."""
 
 import argparse
 import json
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +15,20 @@ from bench.arguments import (
     parse_modes,
 )
 from bench.environment import describe_environment, write_record
+from bench.large_shapes import NUM_EXPERTS, SHAPES, TOP_K, Shape, add_shape_arguments
 from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
-from bench.shapes import COMMON, layer_types
 from bench.spread import show_quartiles
 from bench.tables import markdown
+from bench.workers.arrivals import KINDS
 from bench.workers.gpu import MODES
 
 SCHEMA = "vllm-mtp-proposers/gpu/1"
-VOCAB_SIZE = 32768
-NUM_MODULES = 3
-SLIDING_WINDOW = 512
-NUM_EXPERTS = 32
-TOP_K = 8
-KV_HEADS = 8
-HEAD_DIM = 128
-KV_ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # a token's in one layer, bfloat16
-
-
-def make_config(num_layers: int) -> dict[str, Any]:
-    """The `config.json` of a Step-3.5 with three modules.
-
-    Every fourth layer has full attention, and the target's layers past the third have experts.
-    """
-    total = num_layers + NUM_MODULES
-    sliding = [i % 4 != 0 for i in range(total)]
-    heads = {"num_attention_groups": KV_HEADS, "head_dim": HEAD_DIM}
-    return COMMON | {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 4096,
-        "intermediate_size": 11264,
-        "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": NUM_MODULES,
-        "num_attention_heads": 64,
-        "num_key_value_heads": KV_HEADS,
-        **heads,
-        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96, **heads},
-        "layer_types": layer_types(sliding),
-        "rope_theta": [1e4 if is_sliding else 5e6 for is_sliding in sliding],
-        "partial_rotary_factors": [1.0 if is_sliding else 0.5 for is_sliding in sliding],
-        "sliding_window": SLIDING_WINDOW,
-        "max_position_embeddings": 65536,
-        "max_seq_len": 65536,
-        "rms_norm_eps": 1e-5,
-        "moe_layers_enum": ",".join(map(str, range(3, num_layers))),
-        "moe_num_experts": NUM_EXPERTS,
-        "moe_top_k": TOP_K,
-        "moe_intermediate_size": 1280,
-        "share_expert_dim": 1280,
-        "moe_router_activation": "sigmoid",
-        "moe_router_scaling_factor": 3.0,
-    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
-    parser.add_argument("--layers", type=int, default=8, help="of the target")
+    add_shape_arguments(parser)
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=numbers, default="1,8,32,64", help="batch sizes, separated by commas")
     parser.add_argument("--prompt-tokens", type=numbers, default="256,4096", help="prompt lengths, separated by commas")
@@ -82,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--acceptance-rates", default="0.8,0.6,0.45", help="synthetic, by position, so that step times compare"
+    )
+    parser.add_argument(
+        "--arrivals",
+        type=int,
+        default=0,
+        metavar="ROUNDS",
+        help="in place of whole batches keep as many requests running, ROUNDS times as many in all, of half to one and "
+        "a half times the output tokens, and tell steps with a prompt from those without (0: whole batches)",
     )
     add_engine_argument(parser)
     add_speculative_argument(parser)
@@ -108,8 +75,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     check_plot(args.plot)
     if describe_environment()["platform"] != "cuda":
         raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
-    config = make_config(args.layers)
+    shape = SHAPES[args.shape]
+    config = shape.make_config(args.layers, args.vocab_size or shape.vocab_size)
     settings = {
+        "shape": args.shape,
         "layers": args.layers,
         "k": args.k,
         "batches": args.batch,
@@ -118,7 +87,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "runs": args.runs,
         "acceptance_rates": [float(x) for x in args.acceptance_rates.split(",")],
         "by_turns": args.by_turns,
-        "engine": shares_of_the_device(args, config) | args.engine if args.by_turns else args.engine,
+        "arrivals": args.arrivals,
+        "engine": shares_of_the_device(args, shape, config) | args.engine if args.by_turns else args.engine,
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
     }
@@ -129,7 +99,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         missing = [mode for mode in modes if mode not in measured]
         specs = [{**settings, "model": folder, "mode": mode} for mode in missing]
         for mode, raw in zip(missing, run_modes(specs, "bench.workers.gpu", args.by_turns), strict=True):
-            measured[mode] = with_floor(raw, settings, config) | {"environment": describe_environment()}
+            found = raw if args.arrivals else with_floor(raw, settings, shape, config)
+            measured[mode] = found | {"environment": describe_environment()}
             write_record(result, args.json)
     return result
 
@@ -144,29 +115,21 @@ def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]
     return known["modes"]
 
 
-def shares_of_the_device(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+def shares_of_the_device(args: argparse.Namespace, shape: Shape, config: dict[str, Any]) -> dict[str, Any]:
     """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is."""
-    longest = max(args.prompt_tokens) + args.output_tokens
-    # Twice the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
-    kept = sum(rows_kept(kind, longest, 2 * SLIDING_WINDOW) for kind in config["layer_types"])
-    num_bytes = max(args.batch) * kept * KV_ROW_BYTES * 5 // 4
+    longest = max(args.prompt_tokens) + args.output_tokens * (2 if args.arrivals else 1)
+    # Four times the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
+    num_bytes = max(args.batch) * shape.kv_bytes(config, longest, chunks=4) * 5 // 4
     return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
 
 
-def rows_kept(kind: str, num_tokens: int, window: int = SLIDING_WINDOW) -> int:
-    """How many rows a layer of that kind keeps in its KV cache for a request of `num_tokens`."""
-    return min(num_tokens, window) if kind == "sliding_attention" else num_tokens
-
-
-def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def with_floor(raw: dict[str, Any], settings: dict[str, Any], shape: Shape, config: dict[str, Any]) -> dict[str, Any]:
     """Adds `floor_ms`, the time that reading a step's bytes once takes: weights that it touches, and KV cache."""
     speculates = raw["proposer"] is not None
     rows = 1 + settings["k"] if speculates else 1
-    layers = config["layer_types"][: None if speculates else config["num_hidden_layers"]]
     for length, figures in raw["prompts"].items():
         tokens = int(length) + settings["output_tokens"] // 2
-        cached = sum(rows_kept(kind, tokens) for kind in layers)
-        kv_bytes = cached * KV_ROW_BYTES
+        kv_bytes = shape.kv_bytes(config, tokens, with_modules=speculates)
         figures["floor_ms"] = {}
         figures["step_over_floor"] = {}
         for batch in map(str, settings["batches"]):
@@ -178,6 +141,12 @@ def with_floor(raw: dict[str, Any], settings: dict[str, Any], config: dict[str, 
     return raw
 
 
+ARRIVALS = {  # name, and whether it is a median with quartiles, by kind of step
+    "step_ms": True,
+    "propose_host_ms": True,
+    "gpu_busy_ms": False,
+    "num_steps": False,
+}
 FIGURES = {  # name, and whether it is a median with quartiles
     "step_ms": True,
     "decode_tokens_per_s": True,
@@ -188,6 +157,7 @@ FIGURES = {  # name, and whether it is a median with quartiles
     "ttft_ms": True,
     "acceptance_length": False,
     "step_over_floor": False,
+    "share_of_time_with_prompt": False,
     "yardstick_ms": True,
 }
 
@@ -204,9 +174,14 @@ def format_table(result: dict[str, Any]) -> str:
 
 def _rows_of(result: dict[str, Any], length: str) -> list[list[str]]:
     """The table's rows for prompts of one length: one for each figure and batch size that some mode has a value of."""
-    rows = []
+    batches, rows = [str(batch) for batch in result["settings"]["batches"]], []
+    by_kind = ARRIVALS if result["settings"]["arrivals"] else {}
+    for name, spread in by_kind.items():
+        for kind, batch in product(KINDS.values(), batches):
+            cells = (entry["prompts"][length][name][batch][kind] for entry in result["modes"].values())
+            rows.append([f"{name}, {kind.replace('_', ' a ')}", batch, *(_show(cell, spread) for cell in cells)])
     for name, spread in FIGURES.items():
-        for batch in map(str, result["settings"]["batches"]):
+        for batch in batches if name not in by_kind else ():
             cells = (entry["prompts"][length].get(name, {}).get(batch) for entry in result["modes"].values())
             shown = [_show(cell, spread) for cell in cells]
             if any(cell != "-" for cell in shown):

@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from mtp.groups import KVGroups
 
 # Backends whose metadata is made by device operations alone; others plan on the host for each batch.
-CAPTURABLE_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
+CAPTURABLE_BACKENDS = frozenset({"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"})
 
 # Measured on an H200: with a window of 512 a launch is 3 to 6 us shorter with whole sequences from 8 requests of 8 KV
 # heads on, and up to 4 longer with one request. Without a window the longest sequence may be of any length.

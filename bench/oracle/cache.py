@@ -4,6 +4,7 @@ The CPU backend packs a block's keys for its kernels. Rather than know the packi
 numbered elements into a scratch block and looks where each went.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ class BlockLayout:
     """Where the elements of a block lie.
 
     Attributes:
-        keys, values: `[block_size, num_kv_heads, head_dim]` int64, indices into a flattened block.
+        keys, values: `[block_size, num_kv_heads, head_dim]` int64, indices into a flattened block. Values may be
+            narrower than keys.
     """
 
     keys: Tensor
@@ -32,28 +34,28 @@ class BlockLayout:
         Raises:
             RuntimeError: it didn't write every element to a place of its own.
         """
-        num_kv_heads, head_dim = layer.num_kv_heads, layer.head_size
-        shape = (block_size, num_kv_heads, head_dim)
-        count = block_size * num_kv_heads * head_dim
+        shapes = [(block_size, layer.num_kv_heads, size) for size in (layer.head_size, layer.head_size_v)]
+        num_keys, num_values = (math.prod(shape) for shape in shapes)
         device, dtype = layer.kv_cache.device, layer.kv_cache.dtype
 
-        def written(values: Tensor) -> Tensor:
+        def written(numbers: Tensor) -> Tensor:
             scratch = torch.zeros_like(layer.kv_cache[:1])
-            keys, values = values.to(dtype)[:count].view(shape), values.to(dtype)[count:].view(shape)
+            split = numbers.to(dtype).split((num_keys, num_values))
+            keys, values = (part.view(shape) for part, shape in zip(split, shapes, strict=True))
             layer.impl.do_kv_cache_update(layer, keys, values, scratch, torch.arange(block_size, device=device))
             return scratch.flatten()
 
-        numbers = torch.arange(2 * count, device=device)
+        numbers = torch.arange(num_keys + num_values, device=device)
         places = written(torch.ones_like(numbers)).nonzero().flatten()
         # In digits that every dtype of a cache holds exactly.
         held = torch.zeros_like(places)
         for shift in (0, 8, 16):
             held += written((numbers >> shift) & 255)[places].long() << shift
         found = places[held.argsort()]
-        if len(found) != 2 * count or not torch.equal(held.sort().values, numbers):
+        if len(found) != len(numbers) or not torch.equal(held.sort().values, numbers):
             raise RuntimeError("The KV cache of this backend does not hold what was written to it, element by element.")
-        found = found.cpu()
-        return cls(found[:count].view(shape), found[count:].view(shape))
+        keys, values = found.cpu().split((num_keys, num_values))
+        return cls(keys.view(shapes[0]), values.view(shapes[1]))
 
 
 class ModuleCache:
@@ -64,12 +66,14 @@ class ModuleCache:
         group: the KV cache group its layer lies in.
         heads: the key and value heads that this tensor-parallel rank has of it.
         window: rows further than that behind a query are no longer the request's; None: all are.
+        key_dim: of a head's keys.
     """
 
     def __init__(self, module: int, group: int, layer: Any, block_size: int, rank: int) -> None:
         self.heads = slice(rank * layer.num_kv_heads, (rank + 1) * layer.num_kv_heads)
         self.module, self.group, self.block_size = module, group, block_size
         self.window: int | None = layer.sliding_window
+        self.key_dim: int = layer.head_size
         self._layer = layer
         self._layout = BlockLayout.probe(layer, block_size)
 

@@ -20,7 +20,8 @@ class Setup:
             and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
         checkpoint: `tiny`; `wide`, the same with KV cache groups that differ in their block size
-            (`variants.widen_sliding_layers`); `mimo`, a model of one module.
+            (`variants.widen_sliding_layers`); `mimo`, a model of one module; `narrow`, a MiMo-V2 with narrower values
+            (`variants.narrow_values`), which no attention on a CPU has.
         hidden_states_flow: as in `DraftDescriptor`; False: the checkpoint's modules all take the target's.
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
@@ -42,7 +43,7 @@ class Setup:
     num_blocks: int = 200
     crowd: bool = False
     prefix_caching: bool = True
-    checkpoint: Literal["tiny", "wide", "mimo"] = "tiny"
+    checkpoint: Literal["tiny", "wide", "mimo", "narrow"] = "tiny"
     hidden_states_flow: bool = True
     grammars: float = 0.0
     overlapped: bool = False
@@ -93,6 +94,11 @@ class Setup:
         return self.checkpoint == "tiny" and self.hidden_states_flow and not self.grammars and self.ranks == 1
 
     @property
+    def architecture(self) -> str:
+        """Of the checkpoint that it is made of, for a setup that isn't for any."""
+        return "MiMoV2FlashForCausalLM" if self.checkpoint == "narrow" else "Step3p5ForCausalLM"
+
+    @property
     def graph_sizes(self) -> list[int]:
         """Numbers of requests that graphs are captured for. Some are left out, so that some batches are padded."""
         return [size for size in sorted({1, 2, 4, self.max_num_seqs}) if size <= self.max_num_seqs]
@@ -130,6 +136,8 @@ SETUPS = (
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
     Setup("replayed, one module", replayed=True, checkpoint="mimo", v2=False),
+    Setup("narrow values", checkpoint="narrow", num_blocks=60, chunk=40),
+    Setup("narrow values, K=6", checkpoint="narrow", k=6, num_blocks=60, crowd=True),
     Setup("extraction", extracts=(0, 3, 6), max_batched_tokens=48, chunk=20, num_blocks=36, crowd=True),
     Setup("extraction, overlapped", extracts=(6, 1), overlapped=True, weight=1),
     Setup("extraction, two block sizes", extracts=(2,), checkpoint="wide", num_blocks=60, weight=1),

@@ -29,6 +29,8 @@ def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
         folder = Path(name)
         if setup.checkpoint == "wide":
             widen_sliding_layers(model, folder)
+        elif setup.checkpoint == "narrow":
+            narrow_values(model, folder)
         else:
             mimo.write_checkpoint(folder, read_config(model)["vocab_size"])
         yield folder
@@ -78,5 +80,22 @@ def widen_sliding_layers(model: Path, folder: Path) -> None:
             heads = tensors[key].unflatten(0, (-1, head_dim))
             tensors[key] = heads.repeat_interleave(2, dim=0).flatten(0, 1).contiguous()
     other["num_attention_groups"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def narrow_values(model: Path, folder: Path) -> None:
+    """Writes a MiMo-V2 checkpoint in which each head's values have the first half of their features only."""
+    for path in model.glob("*.json"):
+        shutil.copy(path, folder)
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config["head_dim"]
+    config |= {"v_head_dim": head_dim // 2, "swa_v_head_dim": head_dim // 2}
+    tensors = load_file(model / WEIGHTS)
+    for name, tensor in tensors.items():
+        if name.endswith("self_attn.v_proj.weight"):
+            tensors[name] = tensor.unflatten(0, (-1, head_dim))[:, : head_dim // 2].flatten(0, 1).contiguous()
+        elif name.endswith("self_attn.o_proj.weight"):
+            tensors[name] = tensor.unflatten(1, (-1, head_dim))[:, :, : head_dim // 2].flatten(1).contiguous()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

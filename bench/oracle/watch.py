@@ -269,8 +269,10 @@ class Watcher:
     ) -> str:
         worst = int((got - expected).abs().nan_to_num(torch.inf).argmax())
         head, feature = divmod(worst, expected.shape[-1])
-        half = expected.shape[-1] // 2
-        element = f"{'key' if feature < half else 'value'}[head {cache.heads.start + head}, {feature % half}]"
+        key_dim = cache.key_dim
+        part = f"key[head {cache.heads.start + head}, {feature}]"
+        if feature >= key_dim:
+            part = f"value[head {cache.heads.start + head}, {feature - key_dim}]"
         taken = position + 1 + cache.module
         known = taken < len(followed.tokens)
         token = f"takes t_{taken}, " + (
@@ -289,7 +291,7 @@ class Watcher:
         zero = " (all of the row is zero: it was never written)" if not got.any() else ""
         return (
             f"Request {view.request_id}, module {cache.module}, KV cache group {cache.group}, position {position}: "
-            f"{element} is {got.flatten()[worst]:.6g} and should be {expected.flatten()[worst]:.6g}{zero}. "
+            f"{part} is {got.flatten()[worst]:.6g} and should be {expected.flatten()[worst]:.6g}{zero}. "
             f"The row {token}, and should be right because {why}. L = {view.last}, K = {k}, "
             f"{count} of the request's rows of this module are wrong."
         )

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,15 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
         "decode_spans": decode_spans,
         "decode_tokens_per_s": decoded / sum(step_ms) * 1e3 if step_ms else float("nan"),
     }
+
+
+def busy(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def acceptance_counters(llm: Any) -> tuple[int, list[int]]:

@@ -2,14 +2,15 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 from bench.processes import report_progress, take_turn
 from bench.spread import quartiles
+from bench.workers.arrivals import measure_arrivals
 from bench.workers.engine import (
     acceptance_counters,
     add_requests,
+    busy,
     describe_engine,
     drafter_of,
     keep_engine_in_process,
@@ -174,15 +175,6 @@ def family_of(kernel: str) -> str:
     return next((family for family, parts in FAMILIES.items() if any(part in name for part in parts)), "other")
 
 
-def busy(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 def copy_bandwidth() -> float:
     """Bytes per second that a large copy on the device moves, read and written.
 
@@ -207,6 +199,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     report_progress("starting the engine")
     llm, graph_memory = build_engine(spec)
     result: dict[str, Any] = {**describe_engine(llm), "graph_memory_bytes": graph_memory, "prompts": {}}
+    if spec["arrivals"]:
+        for length in spec["prompt_tokens"]:
+            result["prompts"][str(length)] = measure_arrivals(llm, spec, length)
+        return result
     times = time_propose(llm)
     for length in spec["prompt_tokens"]:
         prompts = random_prompts(spec["vocab_size"], max(spec["batches"]), length)
