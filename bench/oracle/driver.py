@@ -44,7 +44,9 @@ class Engine:
         from vllm import LLM
 
         with _keeping_async_scheduling():
-            self.llm = LLM(str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **_for_device(arguments))
+            self.llm = LLM(
+                str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **_for_device(model, arguments)
+            )
 
     @property
     def engine(self) -> Any:
@@ -71,11 +73,13 @@ class Engine:
         gc.collect()
 
 
-def _for_device(arguments: dict[str, Any]) -> dict[str, Any]:
+def _for_device(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32."""
     if not torch.cuda.is_available():
         return arguments
-    backend = "TRITON_ATTN"
+    config = read_config(model)
+    narrow = config.get("v_head_dim", config.get("head_dim")) != config.get("head_dim")
+    backend = "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
     speculative = {**arguments["speculative_config"], "attention_backend": backend}
     # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
     engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
