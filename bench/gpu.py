@@ -32,7 +32,7 @@ HEAD_DIM = 128
 KV_ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # a token's in one layer, bfloat16
 
 
-def make_config(num_layers: int) -> dict[str, Any]:
+def make_config(num_layers: int, vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
     """The `config.json` of a Step-3.5 with three modules.
 
     Every fourth layer has full attention, and the target's layers past the third have experts.
@@ -41,7 +41,7 @@ def make_config(num_layers: int) -> dict[str, Any]:
     sliding = [i % 4 != 0 for i in range(total)]
     heads = {"num_attention_groups": KV_HEADS, "head_dim": HEAD_DIM}
     return COMMON | {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "hidden_size": 4096,
         "intermediate_size": 11264,
         "num_hidden_layers": num_layers,
@@ -109,6 +109,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if describe_environment()["platform"] != "cuda":
         raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
     config = make_config(args.layers)
+    longest = max(args.prompt_tokens) + args.output_tokens
+    share = shares_of_the_device(max(args.batch), longest, config) if args.by_turns else {}
     settings = {
         "layers": args.layers,
         "k": args.k,
@@ -118,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "runs": args.runs,
         "acceptance_rates": [float(x) for x in args.acceptance_rates.split(",")],
         "by_turns": args.by_turns,
-        "engine": shares_of_the_device(args, config) | args.engine if args.by_turns else args.engine,
+        "engine": share | args.engine,
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
     }
@@ -144,12 +146,15 @@ def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]
     return known["modes"]
 
 
-def shares_of_the_device(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is."""
-    longest = max(args.prompt_tokens) + args.output_tokens
+def shares_of_the_device(num_requests: int, longest: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is.
+
+    Args:
+        longest: tokens of each of so many requests, at the most.
+    """
     # Twice the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
     kept = sum(rows_kept(kind, longest, 2 * SLIDING_WINDOW) for kind in config["layer_types"])
-    num_bytes = max(args.batch) * kept * KV_ROW_BYTES * 5 // 4
+    num_bytes = num_requests * kept * KV_ROW_BYTES * 5 // 4
     return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
 
 
