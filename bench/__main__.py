@@ -3,9 +3,17 @@
 import argparse
 import sys
 
-from bench import compare, cost, demo, extract, gpu, oracle
+from bench import compare, cost, demo, extract, gpu, oracle, serve
 
-COMMANDS = {"compare": compare, "cost": cost, "demo": demo, "extract": extract, "gpu": gpu, "oracle": oracle}
+COMMANDS = {
+    "compare": compare,
+    "cost": cost,
+    "demo": demo,
+    "extract": extract,
+    "gpu": gpu,
+    "oracle": oracle,
+    "serve": serve,
+}
 
 
 def main() -> int:

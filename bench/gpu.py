@@ -77,6 +77,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
     shape = SHAPES[args.shape]
     config = shape.make_config(args.layers, args.vocab_size or shape.vocab_size)
+    longest = max(args.prompt_tokens) + args.output_tokens * (2 if args.arrivals else 1)
+    share = shares_of_the_device(max(args.batch), longest, shape, config) if args.by_turns else {}
     settings = {
         "shape": args.shape,
         "layers": args.layers,
@@ -88,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "acceptance_rates": [float(x) for x in args.acceptance_rates.split(",")],
         "by_turns": args.by_turns,
         "arrivals": args.arrivals,
-        "engine": shares_of_the_device(args, shape, config) | args.engine if args.by_turns else args.engine,
+        "engine": share | args.engine,
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
     }
@@ -115,11 +117,14 @@ def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]
     return known["modes"]
 
 
-def shares_of_the_device(args: argparse.Namespace, shape: Shape, config: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is."""
-    longest = max(args.prompt_tokens) + args.output_tokens * (2 if args.arrivals else 1)
+def shares_of_the_device(num_requests: int, longest: int, shape: Shape, config: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments by which engines share a device: each takes the memory that it needs, and not all there is.
+
+    Args:
+        longest: tokens of each of so many requests, at the most.
+    """
     # Four times the window, for chunks of prompts, and a quarter more of all, for drafts and blocks begun.
-    num_bytes = max(args.batch) * shape.kv_bytes(config, longest, chunks=4) * 5 // 4
+    num_bytes = num_requests * shape.kv_bytes(config, longest, chunks=4) * 5 // 4
     return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": 0.1}
 
 
