@@ -7,7 +7,7 @@ the eager pass itself, so that the two can't differ.
 In a decode step no request has more rows than a token and its drafts. Give each a window of that many, whatever its
 step had, and the pass has the same shape in every step: an *even* one, captured per number of requests. In a step that
 carries a prompt windows are as long as they are. Where each begins is a tensor, too, so one graph runs any such step of
-no more requests and rows than it was captured for; what is left over goes to a last request, which is padding.
+no more requests and rows than it was captured for; what is left over goes to the last requests, which are padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,7 +116,7 @@ class PassGraphs:
         """Captures a pass whose requests are all padding: nothing is written to the draft's cache."""
         self._static.pad(0, shape.num_reqs, num_rows=0)
         if not shape.even:
-            self._lay_out(window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
+            self._lay_out(self.window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
         self.run_static(shape)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
             # Of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
@@ -163,11 +163,26 @@ class PassGraphs:
         num_rows = int(lens.sum())
         for shape in self._graphs:
             rest, padding = shape.num_rows - num_rows, shape.num_reqs - num_reqs
-            # The rest is a sequence of its own, and requests that are padding begin at a row of it.
-            fits = rest == padding == 0 or (padding > 0 and 0 < rest <= self._max_model_len)
+            # The rest are sequences of their own, and a request that is padding begins at a row of it.
+            fits = rest == padding == 0 or 0 < rest <= padding * self._max_model_len
             if fits and not shape.even:
-                return Replay(shape, window_starts_of(lens, shape))
+                return Replay(shape, self.window_starts_of(lens, shape))
         return None
+
+    def window_starts_of(self, lens: torch.Tensor, shape: PassShape) -> torch.Tensor:
+        """Windows of these lengths, and after them those of padding, the last of which have what is left over.
+
+        None is longer than a sequence can be: attention reads the block table of as many rows as a window has.
+
+        Returns:
+            `[shape.num_reqs + 1]` int32.
+        """
+        num_reqs, num_rows, _ = shape
+        starts = num_rows - torch.arange(num_reqs, -1, -1, dtype=torch.int32) * self._max_model_len
+        starts.clamp_(min=int(lens.sum()))
+        starts[0] = 0
+        torch.cumsum(lens, 0, out=starts[1 : len(lens) + 1])
+        return starts
 
     def replay(self, replay: Replay, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
         """Runs a batch.
@@ -229,24 +244,16 @@ class PassGraphs:
         return inputs, cad
 
 
-def window_starts_of(lens: torch.Tensor, shape: PassShape) -> torch.Tensor:
-    """`[shape.num_reqs + 1]` int32: windows of these lengths, then those of padding, of which the last has the rest."""
-    starts = torch.full((shape.num_reqs + 1,), int(lens.sum()), dtype=torch.int32)
-    starts[0] = 0
-    torch.cumsum(lens, 0, out=starts[1 : len(lens) + 1])
-    starts[-1] = shape.num_rows
-    return starts
-
-
-def uneven_shapes(max_num_reqs: int, max_num_rows: int) -> list[PassShape]:
+def uneven_shapes(max_num_reqs: int, max_num_rows: int, max_model_len: int) -> list[PassShape]:
     """What passes with a prompt are captured for: so that padding rows are an eighth to a quarter of the rows at most,
     since each goes through every module, and requests a quarter at least, since each goes through every head.
 
     Args:
         max_num_reqs: of a step. One more has what is left over.
         max_num_rows: the largest pass to capture; 0: none.
+        max_model_len: no window is longer.
     """
-    rows = [64, *range(128, 512, 64), *range(512, 1024, 128)]
+    rows = [64, 96, *range(128, 512, 64), *range(512, 1024, 128)]
     doubled = 1024
     while doubled < max_num_rows:
         rows += range(doubled, 2 * doubled, doubled // 4)
@@ -261,5 +268,5 @@ def uneven_shapes(max_num_reqs: int, max_num_rows: int) -> list[PassShape]:
         PassShape(num_reqs, num_rows, even=False)
         for num_rows in sizes
         for num_reqs in (*reqs, max_num_reqs + 1)
-        if num_reqs <= num_rows
+        if num_reqs <= num_rows <= num_reqs * max_model_len
     ]

@@ -25,7 +25,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.attention import leave_sequences_whole
 from mtp.base import GroupProposer
-from mtp.graphs import PassGraphs, uneven_shapes
+from mtp.graphs import PassGraphs, PassShape, uneven_shapes
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
@@ -411,12 +411,14 @@ class DraftPasses(GroupProposer, ABC):
             self.tables_stay,
         )
 
+    def uneven_shapes(self) -> list[PassShape]:
+        """What passes of steps that carry a prompt are captured for, the smallest first."""
+        return uneven_shapes(self._max_num_reqs, self.max_captured_rows, self.max_model_len)
+
     def capture_uneven(self) -> None:
         """Captures passes of steps that carry a prompt, as many of them as were asked for."""
         assert self.graphs is not None
-        shapes = [
-            shape for shape in uneven_shapes(self._max_num_reqs, self.max_captured_rows) if shape not in self.graphs
-        ]
+        shapes = self.uneven_shapes()
         if not shapes:
             return
         before, started = torch.cuda.mem_get_info()[0], time.monotonic()

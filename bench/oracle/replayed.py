@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mtp.graphs import PassShape, Replay, uneven_shapes, window_starts_of
+from mtp.graphs import PassShape, Replay
 
 
 class EagerGraph:
@@ -26,7 +26,7 @@ class EagerGraph:
         if drafts is None:
             graphs._static.pad(0, shape.num_reqs, num_rows=0)
             if not shape.even:
-                graphs._lay_out(window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
+                graphs._lay_out(graphs.window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
             drafts = graphs.run_static(shape)
         self.drafts: torch.Tensor = drafts
 
@@ -60,7 +60,7 @@ def replaying(drafter: Any, sizes: list[int], events: Any) -> Iterator[None]:
         if drafter.graphs is None:
             graphs = drafter.make_graphs()
             even = [graphs.even(size) for size in sizes]
-            for shape in (*even, *uneven_shapes(drafter._max_num_reqs, drafter.max_captured_rows)):
+            for shape in (*even, *drafter.uneven_shapes()):
                 graph = EagerGraph(graphs, shape)
                 graphs.add(shape, graph, graph.drafts)
             drafter.graphs = count_replays(graphs, events)

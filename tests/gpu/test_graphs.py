@@ -1,5 +1,7 @@
 """Captured passes in a real engine: every replay against the eager pass on the same inputs, bit for bit."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from bench.corpus import held_out_prompts
+from bench.large_shapes import SHAPES
 from bench.oracle.replayed import EagerGraph
 from bench.oracle.runners import view_of
+from bench.workers.engine import random_prompts
 from mtp.graphs import PassShape, Replay
 from mtp.rows import PassInputs
 from tests.support.children import TINY
@@ -144,5 +148,46 @@ def test_a_replay_is_the_eager_pass(runner: str, k: int, dtype: str, monkeypatch
     assert len({shape for _, shape in checked.replays if not shape.even}) >= 2
     assert sum(checked.replays.values()) > 50
     assert checked.drafts_that_differ <= (0 if dtype == "float32" else 5)
+    print(checked.replays, checked.drafts_that_differ)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_replay_is_the_eager_pass_with_the_backends_of_large_models(
+    shape: str, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention, which takes neither float32 nor the tiny model's heads, and values narrower than keys."""
+    from vllm import LLM, SamplingParams
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape].make_config(4, 4096)))
+    llm = LLM(
+        str(tmp_path),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=400,
+        max_num_seqs=6,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 30,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [4, 8, 16, 24],
+        },
+    )
+    checked = Checked(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
+    prompts = random_prompts(4096, 12, 350)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=10 + 3 * i, ignore_eos=True, detokenize=False) for i in range(12)
+    ]
+    texts = [{"prompt_token_ids": prompt[: 30 * (i + 1)]} for i, prompt in enumerate(prompts)]
+    llm.generate(texts, params, use_tqdm=False)
+    shapes = {shape for _, shape in checked.replays}
+    assert sum(not shape.even for shape in shapes) >= 2
+    assert any(shape.even for shape in shapes)
     print(checked.replays, checked.drafts_that_differ)
     llm.llm_engine.engine_core.shutdown()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 
-from mtp.graphs import PassGraphs, PassShape, uneven_shapes, window_starts_of
+from mtp.graphs import PassGraphs, PassShape, uneven_shapes
 from mtp.groups import KVGroup
 
 CPU = torch.device("cpu")
@@ -107,25 +107,32 @@ def test_the_smallest_graph_that_has_room_runs_a_step(
     assert (None if replay is None else replay.shape) == shape
 
 
-def test_what_is_left_over_is_a_sequence_that_the_context_has_room_for() -> None:
-    assert planned([17], [17], limit=15).shape == SHAPES[4]
-    assert planned([17], [17], limit=14) is None
+def test_what_is_left_over_are_sequences_that_the_context_has_room_for() -> None:
+    # Attention follows the block table of a window, and past a sequence's end there is none.
+    assert planned([17], [17], limit=4).window_starts.tolist() == [0, 17, 20, 24, 28, 32]
+    assert planned([17], [17], limit=7).window_starts.tolist() == [0, 17, 17, 18, 25, 32]
+    assert planned([17], [17], limit=3) is None
+    graphs = make_graphs([make_group(1)], no_pass, max_model_len=8)
+    none = torch.zeros(0, dtype=torch.int32)
+    assert graphs.window_starts_of(none, PassShape(5, 32, even=False)).tolist() == [0, 0, 8, 16, 24, 32]
 
 
 def test_windows_are_laid_out_one_after_the_other_and_the_rest_is_the_last_request() -> None:
     replay = planned([9, 1, 1], [9, 50, 2])
     # The second has two rows of the history before its own, the third has one: there are no more.
     assert replay.window_starts.tolist() == [0, 9, 12, 14, 14, 16]
-    assert window_starts_of(torch.tensor([3, 2]), PassShape(2, 5, even=False)).tolist() == [0, 3, 5]
+    full = make_graphs([make_group(1)], no_pass).window_starts_of(torch.tensor([3, 2]), PassShape(2, 5, even=False))
+    assert full.tolist() == [0, 3, 5]
 
 
 def test_passes_of_a_prompt_are_captured_up_to_the_rows_asked_for() -> None:
-    shapes = uneven_shapes(max_num_reqs=64, max_num_rows=2048)
+    shapes = uneven_shapes(max_num_reqs=64, max_num_rows=2048, max_model_len=4096)
     sizes = sorted({shape.num_rows for shape in shapes})
     assert sizes[-1] == 2048
     assert all(later <= 1.5 * size for size, later in pairwise(sizes))
     assert {shape.num_reqs for shape in shapes} == {8, 32, 65}
     assert {shape.num_reqs for shape in shapes if shape.num_rows == 64} == {8, 32}  # no more requests than rows
     assert not any(shape.even for shape in shapes)
-    assert uneven_shapes(64, 0) == []
-    assert {shape.num_rows for shape in uneven_shapes(2, 100)} == {64, 100}
+    assert uneven_shapes(64, 0, 4096) == []
+    assert {shape.num_rows for shape in uneven_shapes(2, 100, 4096)} == {64, 96, 100}
+    assert uneven_shapes(2, 100, 32) == [PassShape(3, 64, even=False), PassShape(3, 96, even=False)]
