@@ -5,6 +5,9 @@ them, those that the last pass had to compute from drafts. After the pass every 
 a run from scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write
 past the last valid row, where the next window writes again.
 
+A draft may be limited to shorter sequences than its target. Rows past its limit are padding, and the drafts made from
+them are anything; the rest of the batch doesn't notice.
+
 Who owns what. An adapter of a runner translates the runner's step to `PassInputs` and attention metadata, feeds the
 model and samples. The window, the order of modules, the slots and metadata of each group, and the capture of whole
 passes are here.
@@ -13,7 +16,7 @@ passes are here.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -78,6 +81,7 @@ class DraftPasses(GroupProposer, ABC):
         history: None for a single module, which has nothing to repair.
         graphs: None as long as no pass was captured.
         max_captured_rows: of passes with a prompt; larger ones are run eagerly. 0: all are.
+        draft_max_model_len: the position of the first row that is not the draft's to write; at most `max_model_len`.
     """
 
     tables_stay: ClassVar[bool] = False
@@ -89,6 +93,7 @@ class DraftPasses(GroupProposer, ABC):
     history: History | None
     graphs: PassGraphs | None
     max_captured_rows: int
+    draft_max_model_len: int
 
     # The runner's base class has these.
     vllm_config: VllmConfig
@@ -110,6 +115,8 @@ class DraftPasses(GroupProposer, ABC):
         self.max_captured_rows = 0
         self._max_num_reqs = max_num_reqs
         self._one_row_starts_cpu = torch.arange(max_num_reqs + 2, dtype=torch.int32)  # with one that is padding
+        limit = vllm_config.speculative_config.draft_model_config.max_model_len
+        self.draft_max_model_len = min(limit or self.max_model_len, self.max_model_len)
         self._one_row_starts = self._one_row_starts_cpu.to(self.device)
 
     # What an adapter has to know.
@@ -194,6 +201,8 @@ class DraftPasses(GroupProposer, ABC):
         if self.history is not None:
             assert inputs.history_slots is not None
             self.history.store(inputs.history_slots, window)
+        if self._is_limited:
+            window = replace(window, positions=self._in_rotary_table(window.positions))
         hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)
         if hidden is not None:
             self._slide(window, cad, hidden, drafts)
@@ -243,7 +252,7 @@ class DraftPasses(GroupProposer, ABC):
             if module == 0 and drafts.num_steps > self.plan.chain_length:
                 first_hidden = for_next[last_rows]
             if module < drafts.num_steps:
-                self._sample_step(module, for_head[last_rows], window, drafts)
+                self._sample(module, for_head[last_rows], window.last_positions, window, drafts)
         return first_hidden
 
     @staticmethod
@@ -276,7 +285,7 @@ class DraftPasses(GroupProposer, ABC):
             seq_positions = window.last_positions + ahead
             cad = self._one_row_per_request(target_cad, seq_positions, ahead)
             layers = self._prepare_layers(cad, req_indices, seq_positions, execution, step)
-            positions = (rope_positions + ahead).clamp(max=self.max_model_len - 1)
+            positions = self._in_rotary_table(rope_positions + ahead)
             flowing = stand_in = hidden
             for module in modules:
                 token_ids = drafts.token_ids[ahead - 1 + module]
@@ -285,7 +294,29 @@ class DraftPasses(GroupProposer, ABC):
                 if module == 0:
                     hidden = for_next[:num_reqs]
                 flowing = for_next[:num_reqs] if self.descriptor.hidden_states_flow else stand_in
-            self._sample_step(step, for_head[:num_reqs], window, drafts)
+            self._sample(step, for_head[:num_reqs], seq_positions, window, drafts)
+
+    @property
+    def _is_limited(self) -> bool:
+        return self.draft_max_model_len < self.max_model_len
+
+    def _in_rotary_table(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rotary positions of rows, of which those of padding may lie past the end of the model's table."""
+        return positions.clamp(max=self.draft_max_model_len - 1)
+
+    def _sample(
+        self, step: int, hidden: torch.Tensor, seq_positions: torch.Tensor, window: Window, drafts: Drafts
+    ) -> None:
+        """Adds the step's draft. From a row past the draft's limit it is what the head makes of nothing: such a row
+        attends to rows that nobody wrote.
+
+        Args:
+            hidden: `[num_reqs, hidden_size]`.
+            seq_positions: `[num_reqs]`, of these rows.
+        """
+        if self._is_limited:
+            hidden = hidden.masked_fill((seq_positions >= self.draft_max_model_len)[:, None], 0)
+        self._sample_step(step, hidden, window, drafts)
 
     def _one_row_per_request(
         self, cad: CommonAttentionMetadata, seq_positions: torch.Tensor, ahead: int
@@ -359,7 +390,7 @@ class DraftPasses(GroupProposer, ABC):
             cad.num_reqs,
             req_indices,
             seq_positions,
-            self.max_model_len,
+            self.draft_max_model_len,
             execution.num_input_tokens,
         )
         per_layer: dict[str, object] = {}

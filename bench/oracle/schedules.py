@@ -115,6 +115,8 @@ SETUPS = (
     Setup("K by batch, from 0", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2)), weight=3),
     Setup("K by batch, to 6", k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0)), num_blocks=60),
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
+    Setup("past the draft's end", max_model_len=160, chunk=40, speculative={"max_model_len": 80}),
+    Setup("past the draft's end, replayed", k=6, max_model_len=160, replayed=True, speculative={"max_model_len": 72}),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
     Setup("two block sizes", checkpoint="wide", num_blocks=60, chunk=40, weight=3),
     Setup("one KV cache group", hybrid=False, num_blocks=48, crowd=True),

@@ -6,7 +6,7 @@ are the tokens up to L + 1, and the whole prompt (with the output so far, after 
 
 * rows p <= L of every module, as far back as the pass's first row attends, hold what the reference computes from the
   known tokens and, past those, from the drafts that this very pass returned. A row that would take a draft which was
-  not asked for is open;
+  not asked for is open, and so are rows past the limit of a draft that is limited to shorter sequences;
 * draft i is the best token of module i's head at row L. In a chunk that ends before its prompt the engine throws it
   away, and it is right all the same.
 
@@ -83,6 +83,8 @@ class Watcher:
     def __post_init__(self) -> None:
         self.view = view_of(self.runner)
         self.caches = module_caches(self.view)
+        # The draft may be limited to shorter sequences than its target.
+        self.limit = getattr(self.view.drafter, "draft_max_model_len", self.runner.max_model_len)
         self.followed: dict[str, Followed] = {}
         num_blocks = self.runner.kv_cache_config.num_blocks
         self._unwritten = [torch.zeros(num_blocks * cache.block_size, dtype=torch.bool) for cache in self.caches]
@@ -228,9 +230,8 @@ class Watcher:
 
     def _check_rows(self, view: RequestPass, followed: Followed, cache: ModuleCache, drafts: list[int]) -> None:
         report, module = self.report, cache.module
-        keys, values = (
-            rows[:, cache.heads] for rows in (followed.reference.keys(module), followed.reference.values(module))
-        )
+        reference = followed.reference
+        keys, values = (x[: self.limit, cache.heads] for x in (reference.keys(module), reference.values(module)))
         start, end = cache.first_visible(view.first), len(keys)
         report.rows_freed += min(start, end)
         report.rows_open += view.last + 1 - end
@@ -327,12 +328,14 @@ class Watcher:
         """How many of the drafts, from the first on, the reference can judge."""
         if self.view.temperature(view.request_id) > 0 and not self.greedy_drafts:
             return 0
+        if view.last >= self.limit:
+            return 0
         modules = len(self.caches)
         # In a chunk that ends before its prompt, drafts past the modules would continue what isn't the prompt.
         if self.continuation is None or self.modules < modules or view.last + 2 < len(followed.tokens):
             return min(k, self.modules)
         # Draft i of those is made at row L + i - M + 1, and there are no rows past the limit.
-        return min(k, max(modules, self.runner.max_model_len - view.last + modules - 2))
+        return min(k, max(modules, self.limit - view.last + modules - 2))
 
     # Rows that the host never gave to the drafter.
 

@@ -1,12 +1,28 @@
 """The ledger of host patches: what is changed in vLLM, file by file of this folder, each patch beside its reason."""
 
-from proposers.host import drafting, extraction, prefix_cache, rejection_sampling, routing, start_up
+from proposers.host import (
+    draft_config,
+    drafting,
+    extraction,
+    loading,
+    prefix_cache,
+    rejection_sampling,
+    routing,
+    start_up,
+)
 from proposers.host.patching import Patch
 
-START_UP: tuple[Patch, ...] = start_up.PATCHES
+START_UP: tuple[Patch, ...] = start_up.PATCHES + loading.START_UP
 """Also in the mode `upstream`."""
 
-ON: tuple[Patch, ...] = drafting.PATCHES + prefix_cache.PATCHES + routing.PATCHES + extraction.PATCHES
+ON: tuple[Patch, ...] = (
+    draft_config.PATCHES
+    + loading.PATCHES
+    + drafting.PATCHES
+    + prefix_cache.PATCHES
+    + routing.PATCHES
+    + extraction.PATCHES
+)
 """In the mode `on` only."""
 
 WHILE_DRAFTING: tuple[Patch, ...] = rejection_sampling.PATCHES

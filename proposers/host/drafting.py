@@ -24,7 +24,7 @@ def _say_why_not(config: Any) -> None:
         logger.info("vLLM's own proposer drafts: vllm-mtp-proposers %s.", reason)
 
 
-def _before_drafting(drafter: type, architecture: Architecture, runner: str, num_speculative_tokens: int) -> None:
+def _before_drafting(drafter: type, architecture: Architecture, runner: str, vllm_config: Any) -> None:
     """Says who drafts, and mends what the host's verification of drafts needs in this process."""
     import vllm
 
@@ -36,8 +36,15 @@ def _before_drafting(drafter: type, architecture: Architecture, runner: str, num
         drafter.__name__,
         architecture.name,
         runner,
-        num_speculative_tokens,
+        vllm_config.speculative_config.num_speculative_tokens,
     )
+    target, draft = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
+    if draft.max_model_len < target.max_model_len:
+        logger.warning(
+            "Requests past %d tokens are not drafted for, since that is the draft's max_model_len; the model's is %d.",
+            draft.max_model_len,
+            target.max_model_len,
+        )
 
 
 @patch(
@@ -69,7 +76,7 @@ def build_proposer(original: type) -> type:
         if architecture is None:
             return None
         proposer = architecture.load_proposer()
-        _before_drafting(proposer, architecture, "V1", config.num_speculative_tokens)
+        _before_drafting(proposer, architecture, "V1", vllm_config)
         return proposer(vllm_config, device, runner)
 
     def is_ours(drafter: object) -> bool:
@@ -98,7 +105,7 @@ def build_speculator(original: Any) -> Any:
             logger.warning("vLLM's own speculator drafts for %s on the V2 model runner: %s.", architecture.name, reason)
             return original(vllm_config, device, req_states)
         speculator = architecture.load_speculator()
-        _before_drafting(speculator, architecture, "V2", config.num_speculative_tokens)
+        _before_drafting(speculator, architecture, "V2", vllm_config)
         return speculator(vllm_config, device)
 
     return init_speculator
@@ -107,18 +114,16 @@ def build_speculator(original: Any) -> Any:
 @patch(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
     ("self", "common_attn_metadata"),
-    why="one request within K tokens of max_model_len makes the runner skip the pass for the whole batch, which "
-    "leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
-    upstream="none yet",
-    until="the runner leaves positions past max_model_len to the drafter",
+    why="one request within K tokens of max_model_len, or of a draft's own shorter limit, makes the runner skip the "
+    "pass for the whole batch, which leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
+    upstream="vllm-project/vllm#58080",
+    until="the runner leaves positions past the limit to the drafter",
 )
 def draft_up_to_the_limit(original: Any) -> Any:
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
         from proposers.v1 import MultiGroupProposer
 
-        # A draft that is limited to shorter sequences than its target can't run past its own limit.
-        limited = self.effective_drafter_max_model_len < self.max_model_len
-        if limited or not isinstance(self.drafter, MultiGroupProposer):
+        if not isinstance(self.drafter, MultiGroupProposer):
             return original(self, common_attn_metadata)
         return common_attn_metadata is not None
 

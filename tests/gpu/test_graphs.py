@@ -181,9 +181,8 @@ def test_a_replay_is_the_eager_pass_with_the_backends_of_large_models(
     )
     checked = Checked(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
     prompts = random_prompts(4096, 12, 350)
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=10 + 3 * i, ignore_eos=True, detokenize=False) for i in range(12)
-    ]
+    lengths = [10 + 3 * i for i in range(12)]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
     texts = [{"prompt_token_ids": prompt[: 30 * (i + 1)]} for i, prompt in enumerate(prompts)]
     llm.generate(texts, params, use_tqdm=False)
     shapes = {shape for _, shape in checked.replays}

@@ -42,6 +42,15 @@ def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_where_the_draft_is_shorter_than_the_target_no_pass_is_left_out(runner: str) -> None:
+    report = run_child("schedules", runner=runner, count=1, seed=3, setups=["past the draft's end"])
+    assert_clean(report)
+    assert report["events"]["skipped_passes"] == report["rows_unwritten"] == 0
+    assert report["rows_open"] > 1_000  # those past the draft's end
+    assert report["drafts_checked"] > 0
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_the_slots_of_an_extractions_rows_are_the_hosts_and_a_reader_finds_the_rows(runner: str) -> None:
     setups = ["extraction", "extraction, overlapped", "extraction, two block sizes"]
     report = run_child("schedules", runner=runner, count=3, seed=5, setups=setups)

@@ -59,8 +59,15 @@ def kv_cache(*groups: tuple[Sequence[str], Any], num_blocks: int = 1000) -> KVCa
     )
 
 
-def make_config(num_speculative_tokens: int = 3, max_model_len: int = 512, **speculative: Any) -> VllmConfig:
+def make_config(
+    num_speculative_tokens: int = 3,
+    max_model_len: int = 512,
+    draft_max_model_len: int | None = None,
+    **speculative: Any,
+) -> VllmConfig:
     """The real config of the tiny model under `"method": "mtp"`."""
+    if draft_max_model_len is not None:
+        speculative["max_model_len"] = draft_max_model_len
     return EngineArgs(
         model=TINY,
         dtype="float32",
@@ -180,6 +187,12 @@ class Rig:
             self.tables[gid] = blocks.view(MAX_NUM_SEQS, width).flip(0)
 
     @property
+    def limit(self) -> int:
+        """Of the draft's rows."""
+        config = self.proposer.speculative_config.draft_model_config
+        return min(self.proposer.max_model_len, config.max_model_len)
+
+    @property
     def forwards(self) -> list[Forward]:
         return self.model.forwards
 
@@ -264,7 +277,7 @@ class Rig:
             chain_length=chain_length(self.proposer),
             tables=[self.tables[gid] for gid in gids],
             block_sizes=[self.kv_cache_config.kv_cache_groups[gid].kv_cache_spec.block_size for gid in gids],
-            max_model_len=self.proposer.max_model_len,
+            max_model_len=self.limit,
             forwards=self.forwards,
         )
 
