@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 BLOCK_SIZE = 32  # the smallest that the CPU's attention takes
@@ -24,6 +24,7 @@ class Setup:
         hidden_states_flow: as in `DraftDescriptor`; False: the checkpoint's modules all take the target's.
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
+        compiled: the host compiles the models, where it would.
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
         v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
@@ -46,6 +47,7 @@ class Setup:
     hidden_states_flow: bool = True
     grammars: float = 0.0
     overlapped: bool = False
+    compiled: bool = False
     replayed: bool = False
     v2: bool = True
     hybrid: bool = True
@@ -64,13 +66,13 @@ class Setup:
         if self.k_by_batch is not None:
             speculative["num_speculative_tokens_per_batch_size"] = list(self.k_by_batch)
         captured = {
-            "mode": 0,
+            "mode": 3 if self.compiled else 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [size * (self.k + 1) for size in self.graph_sizes],
         }
         return {
             "dtype": dtype,
-            "enforce_eager": not graphs,
+            "enforce_eager": not graphs and not self.compiled,
             **({"compilation_config": captured} if graphs else {}),
             "block_size": BLOCK_SIZE,
             "max_model_len": self.max_model_len,
@@ -89,8 +91,13 @@ class Setup:
 
     @property
     def any_model(self) -> bool:
-        """Whether it does without what only the tiny Step-3.5 has: its tokenizer, what is made of it, and its ranks."""
-        return self.checkpoint == "tiny" and self.hidden_states_flow and not self.grammars and self.ranks == 1
+        """Whether it drafts without what only the tiny Step-3.5 has: its tokenizer, what is made of it, its ranks."""
+        plain = self.checkpoint == "tiny" and self.hidden_states_flow and self.ranks == 1
+        return plain and not self.grammars and not self.extracts
+
+    def for_modules(self, count: int) -> "Setup":
+        """The same, with a number of drafts that vLLM allows: more than there are modules only in whole rounds."""
+        return self if self.k <= count else replace(self, k=-(-self.k // count) * count)
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -115,21 +122,20 @@ SETUPS = (
     Setup("overlapped", overlapped=True, weight=3),
     Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("compiled", compiled=True, v2=False, weight=1),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}, v2=False),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
     Setup("grammars", grammars=0.8, max_model_len=160, weight=3),
     Setup("grammars, overlapped", grammars=0.8, overlapped=True),
-    Setup("one module", checkpoint="mimo", max_batched_tokens=48, v2=False),
-    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True, v2=False),
-    Setup(
-        "one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2)), v2=False
-    ),
+    Setup("one module", checkpoint="mimo", max_batched_tokens=48),
+    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
+    Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
-    Setup("replayed, one module", replayed=True, checkpoint="mimo", v2=False),
+    Setup("replayed, one module", replayed=True, checkpoint="mimo"),
     Setup("extraction", extracts=(0, 3, 6), max_batched_tokens=48, chunk=20, num_blocks=36, crowd=True),
     Setup("extraction, overlapped", extracts=(6, 1), overlapped=True, weight=1),
     Setup("extraction, two block sizes", extracts=(2,), checkpoint="wide", num_blocks=60, weight=1),
@@ -241,7 +247,8 @@ def _plan_prompt(
     if kind < 0.65 and longest > BLOCK_SIZE:
         shared = BLOCK_SIZE * rng.randint(1, (longest - 1) // BLOCK_SIZE)
         tail = _cut(rng, texts, rng.randint(1, min(40, longest - shared)))
-        tail[0] = (prefix[shared] + 1 + rng.randrange(100)) % 1000 + 1 if tail[0] == prefix[shared] else tail[0]
+        if tail[0] == prefix[shared]:
+            tail[0] = (tail[0] + 1 + rng.randrange(100)) % max(map(max, texts)) + 1
         return [*prefix[:shared], *tail], True
     return _cut(rng, texts, rng.randint(5, min(longest, 200))), False
 

@@ -1,9 +1,11 @@
 """Dense models in plain float32 PyTorch, one sequence at a time, by the architecture of a checkpoint."""
 
+import importlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bench.reference.dense import DenseModel
@@ -11,19 +13,50 @@ if TYPE_CHECKING:
 Build = Callable[[Path], "DenseModel"]
 
 
-def _step3p5(folder: Path) -> "DenseModel":
-    from bench.reference.dense import DenseModel
+def _from(path: str) -> Callable[[Path], Any]:
+    """The callable `module:name` of this package, which is imported on the first call."""
+    module, _, name = path.partition(":")
 
-    return DenseModel(folder)
+    def call(folder: Path) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(folder)
 
-
-def _mimo(folder: Path) -> "DenseModel":
-    from bench.reference.mimo import DenseMiMo
-
-    return DenseMiMo(folder)
+    return call
 
 
-_references: dict[str, Build] = {"Step3p5ForCausalLM": _step3p5, "MiMoForCausalLM": _mimo}
+_references: dict[str, Build] = {
+    "Step3p5ForCausalLM": _from("dense:DenseModel"),
+    "MiMoForCausalLM": _from("mimo:DenseMiMo"),
+    "Glm4MoeForCausalLM": _from("glm4_moe:DenseGlm4Moe"),
+    "ExaoneMoeForCausalLM": _from("exaone_moe:DenseExaoneMoe"),
+    "Ernie4_5_MoeForCausalLM": _from("ernie4_5_moe:DenseErnie4_5Moe"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyCheckpoint:
+    """A checkpoint with random weights that is written where it is wanted.
+
+    Attributes:
+        write: into a folder, which need not be there.
+        dtype: of the oracle's engines.
+        setup: fields of the oracle's setups that its engines need (`bench.oracle.schedules.Setup`).
+        blocks: how many KV cache blocks engines get that are to run out of them, of those of the tiny Step-3.5, whose
+            layers lie in three groups.
+    """
+
+    write: Callable[[Path], Any]
+    dtype: str = "float32"
+    setup: dict[str, Any] = field(default_factory=dict)
+    blocks: float = 0.55
+
+
+TINY_CHECKPOINTS = {
+    "mimo": TinyCheckpoint(_from("mimo_checkpoint:write_checkpoint")),
+    "glm4-moe": TinyCheckpoint(_from("glm4_moe_checkpoint:write_checkpoint")),
+    "exaone-moe": TinyCheckpoint(_from("exaone_moe_checkpoint:write_checkpoint"), blocks=1.0),
+    "exaone-moe-two-modules": TinyCheckpoint(_from("exaone_moe_checkpoint:write_two_sliding_modules"), blocks=1.0),
+    "ernie4.5-moe": TinyCheckpoint(_from("ernie4_5_moe_checkpoint:write_checkpoint")),
+}
 
 
 def register_reference(architecture: str, build: Build) -> None:
@@ -56,3 +89,10 @@ def architecture_of(folder: Path) -> str | None:
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [None]
     name: str | None = architectures[0]
     return name
+
+
+def count_modules(folder: Path) -> int:
+    """How many modules a checkpoint's config names; one, where it names none."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    return int(config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 1)

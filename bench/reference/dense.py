@@ -8,7 +8,7 @@ Row p of module i takes the hidden state of module i - 1 at row p (for i = 0, an
 hidden states don't flow, the target's) and the embedding of token p + 1 + i, attends to the rows up to p of its own
 layer, and predicts token p + 2 + i.
 
-`DenseModel` is Step-3.5; `bench/reference/mimo.py` has MiMo. What the two share is here.
+`DenseModel` is Step-3.5, and the files beside this one have other architectures. What they share is here.
 """
 
 import json
@@ -31,6 +31,7 @@ class Attention:
     Attributes:
         window: a row attends to itself and the `window - 1` rows before it; None: to all rows before it.
         rotary_dim: that many leading features of a head are rotated; 0: none.
+        interleaved: a feature is rotated with its neighbour, and not with the one half of the features further.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class Attention:
     rotary_dim: int
     theta: float
     gated: bool
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,21 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
-def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
-    """Rotates `x` `[rows, heads, head_dim]` by its rows' positions; feature j pairs with j + rotary_dim / 2."""
+def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float, interleaved: bool = False) -> Tensor:
+    """Rotates `x` `[rows, heads, head_dim]` by its rows' positions; feature j pairs with j + rotary_dim / 2.
+
+    With `interleaved` 2j pairs with 2j + 1.
+    """
     if rotary_dim == 0:
         return x
     half = rotary_dim // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = positions.float()[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if interleaved:
+        a, b = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
@@ -174,7 +183,9 @@ class Layer:
             for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads))
         )
         query, key = (
-            rotate(self._norm(head, f"self_attn.{name}_norm"), positions, shape.rotary_dim, shape.theta)
+            rotate(
+                self._norm(head, f"self_attn.{name}_norm"), positions, shape.rotary_dim, shape.theta, shape.interleaved
+            )
             for name, head in (("q", query), ("k", key))
         )
         rows.extend(key, value)
@@ -402,6 +413,28 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def stack_experts(weights: dict[str, Tensor], bias: str = "mlp.gate.e_score_correction_bias") -> dict[str, Tensor]:
+    """A layer's weights under the names that `Layer` knows, where the checkpoint has every expert's by itself.
+
+    Args:
+        bias: what moves the choice of experts is called that.
+    """
+    if "mlp.gate.weight" not in weights:
+        return weights
+    renamed = weights | {"moe.gate.weight": weights["mlp.gate.weight"], "moe.router_bias": weights[bias].flatten()}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        experts = [weights[f"mlp.experts.{expert}.{name}.weight"] for expert in range(len(weights["mlp.gate.weight"]))]
+        renamed[f"moe.{name}.weight"] = torch.stack(experts)
+        renamed[f"share_expert.{name}.weight"] = weights[f"mlp.shared_experts.{name}.weight"]
+    return renamed
+
+
+def refuse_expert_groups(config: dict[str, Any]) -> None:
+    """Raises `NotImplementedError` where experts are chosen in groups, which `Layer` doesn't do."""
+    if config.get("n_group", 1) != 1:
+        raise NotImplementedError(f"The config has n_group={config['n_group']}; the reference knows one group.")
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from vllm.config import ParallelConfig, SpeculativeConfig
 
 from mtp.plan import DraftDescriptor
-from proposers import architecture, plugin
+from proposers import architecture, models, plugin
 from proposers.architecture import (
     Architecture,
     architecture_of,
@@ -106,6 +106,14 @@ def test_a_plugin_that_is_off_imports_no_runner() -> None:
     assert run_python(code, MTP_PROPOSERS="off").strip() == "off"
 
 
+def test_a_registered_entry_replaces_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_registered", {})
+    other = Architecture(DraftDescriptor("Glm4MoeMTPModel"))
+    assert architecture_of(config("mtp", "Glm4MoeMTPModel")) is not other
+    architecture.register(other)
+    assert architecture_of(config("mtp", "Glm4MoeMTPModel")) is other
+
+
 def test_a_registered_architecture_is_ours_and_may_say_more_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "_registered", {})
 
@@ -115,7 +123,7 @@ def test_a_registered_architecture_is_ours_and_may_say_more_of_its_config(monkey
     added = Architecture(DraftDescriptor("SomeOtherMTP", modules_key="num_modules"), override_config=name_modules)
     architecture.register(added)
     assert architecture_of(config("mtp", "SomeOtherMTP")) is added
-    assert known_architectures().keys() == {"Step3p5MTP", "MiMoMTPModel", "SomeOtherMTP"}
+    assert known_architectures().keys() == {*(entry.name for entry in models.ALL), "SomeOtherMTP"}
     plugin.register()
     ours, others = (PretrainedConfig(architectures=[name]) for name in ("SomeOtherMTP", "Any"))
     ours.model_type = others.model_type = "some_other_mtp"  # vLLM's own override knows some by their type
