@@ -116,6 +116,7 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
     import torch
 
     gpus = torch.cuda.device_count()
+    tiny = TINY_CHECKPOINTS.get(args.architecture)
     fitting = [
         setup
         for setup in SETUPS
@@ -123,6 +124,7 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         and (args.runner == "v1" or setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
         and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
+        and not (tiny and tiny.fixed_k and setup.k_by_batch)
         and (setup.any_model or architecture_of(model) == "Step3p5ForCausalLM")
     ]
     chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]
@@ -130,7 +132,7 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         names = ", ".join(repr(setup.name) for setup in fitting)
         raise ValueError(f"There is no engine called {args.setup}: choose from {names}.")
     chosen = [setup.for_modules(count_modules(model)) for setup in chosen]
-    return [for_tiny(setup, TINY_CHECKPOINTS[args.architecture]) for setup in chosen] if args.architecture else chosen
+    return [for_tiny(setup, tiny) for setup in chosen] if tiny else chosen
 
 
 def for_tiny(setup: Setup, tiny: TinyCheckpoint) -> Setup:

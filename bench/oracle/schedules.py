@@ -14,6 +14,7 @@ class Setup:
 
     Attributes:
         k: the most drafts a step may ask for.
+        spare: positions that the engine has after the longest request.
         k_by_batch: `(from, to, drafts)` by number of scheduled requests; None: always `k`.
         num_blocks: of the whole KV cache, of all groups together.
         crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
@@ -37,6 +38,7 @@ class Setup:
     k: int = 3
     k_by_batch: tuple[tuple[int, int, int], ...] | None = None
     max_model_len: int = 320
+    spare: int = 0
     max_num_seqs: int = 6
     max_batched_tokens: int = 64
     chunk: int = 0
@@ -75,7 +77,7 @@ class Setup:
             "enforce_eager": not graphs and not self.compiled,
             **({"compilation_config": captured} if graphs else {}),
             "block_size": BLOCK_SIZE,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.max_model_len + self.spare,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_batched_tokens,
             "long_prefill_token_threshold": self.chunk,

@@ -29,6 +29,7 @@ _references: dict[str, Build] = {
     "Glm4MoeForCausalLM": _from("glm4_moe:DenseGlm4Moe"),
     "ExaoneMoeForCausalLM": _from("exaone_moe:DenseExaoneMoe"),
     "Ernie4_5_MoeForCausalLM": _from("ernie4_5_moe:DenseErnie4_5Moe"),
+    "Qwen3_5ForCausalLM": _from("qwen3_5:DenseQwen3_5"),
 }
 
 
@@ -40,6 +41,7 @@ class TinyCheckpoint:
         write: into a folder, which need not be there.
         dtype: of the oracle's engines.
         setup: fields of the oracle's setups that its engines need (`bench.oracle.schedules.Setup`).
+        fixed_k: its engines can't change the number of drafts from step to step.
         blocks: how many KV cache blocks engines get that are to run out of them, of those of the tiny Step-3.5, whose
             layers lie in three groups.
     """
@@ -47,8 +49,13 @@ class TinyCheckpoint:
     write: Callable[[Path], Any]
     dtype: str = "float32"
     setup: dict[str, Any] = field(default_factory=dict)
+    fixed_k: bool = False
     blocks: float = 0.55
 
+
+# Delta nets are bfloat16's alone. On vLLM's CPU build their states have no prefix cache, and go wrong in a step of
+# fewer drafts than are configured, as there are where requests reach the end of the context.
+HYBRID: dict[str, Any] = {"dtype": "bfloat16", "setup": {"prefix_caching": False, "spare": 16}, "fixed_k": True}
 
 TINY_CHECKPOINTS = {
     "mimo": TinyCheckpoint(_from("mimo_checkpoint:write_checkpoint")),
@@ -56,6 +63,8 @@ TINY_CHECKPOINTS = {
     "exaone-moe": TinyCheckpoint(_from("exaone_moe_checkpoint:write_checkpoint"), blocks=1.0),
     "exaone-moe-two-modules": TinyCheckpoint(_from("exaone_moe_checkpoint:write_two_sliding_modules"), blocks=1.0),
     "ernie4.5-moe": TinyCheckpoint(_from("ernie4_5_moe_checkpoint:write_checkpoint")),
+    "qwen3.5": TinyCheckpoint(_from("qwen3_5_checkpoint:write_checkpoint"), **HYBRID),
+    "qwen3.5-two-modules": TinyCheckpoint(_from("qwen3_5_checkpoint:write_two_modules"), **HYBRID),
 }
 
 

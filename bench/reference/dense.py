@@ -31,7 +31,9 @@ class Attention:
     Attributes:
         window: a row attends to itself and the `window - 1` rows before it; None: to all rows before it.
         rotary_dim: that many leading features of a head are rotated; 0: none.
+        gated: heads are scaled by gates of the row, one a head or one a feature.
         interleaved: a feature is rotated with its neighbour, and not with the one half of the features further.
+        value_dim: the size of a value head, where it is not `head_dim`.
     """
 
     num_heads: int
@@ -42,6 +44,11 @@ class Attention:
     theta: float
     gated: bool
     interleaved: bool = False
+    value_dim: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +116,14 @@ class Rows:
     """What one layer has computed for the first rows of one sequence.
 
     Attributes:
-        keys, values: `[rows, num_kv_heads, head_dim]`.
+        keys, values: `[rows, num_kv_heads, head_dim]`, and of values `value_size`.
         output: `[rows, hidden_size]`, the residual stream after the layer.
         gaps: `[rows]`, how much better the worst expert taken was than the best one left; infinite without experts.
     """
 
     def __init__(self, attention: Attention, hidden_size: int) -> None:
-        self.keys = self.values = torch.empty(0, attention.num_kv_heads, attention.head_dim)
+        self.keys = torch.empty(0, attention.num_kv_heads, attention.head_dim)
+        self.values = torch.empty(0, attention.num_kv_heads, attention.value_size)
         self.output = torch.empty(0, hidden_size)
         self.gaps = torch.empty(0)
         self.count = 0
@@ -199,7 +207,7 @@ class Layer:
         weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
         y = torch.einsum("hrqk,khd->qhrd", weights, rows.values).reshape(new, shape.num_heads, shape.head_dim)
         if shape.gated:
-            y = y * self._linear(x, "self_attn.g_proj").sigmoid()[:, :, None]
+            y = y * self._linear(x, "self_attn.g_proj").sigmoid().view(new, shape.num_heads, -1)
         return self._linear(y.reshape(new, -1), "self_attn.o_proj")
 
     def _mlp(self, x: Tensor, prefix: str) -> Tensor:

@@ -1,5 +1,5 @@
 """One file for each family of models, with its `Architecture` entry. Import-light."""
 
-from proposers.models import ernie4_5_moe, exaone_moe, glm4_moe, mimo, step3p5
+from proposers.models import ernie4_5_moe, exaone_moe, glm4_moe, mimo, qwen3_5, step3p5
 
-ALL = tuple(module.ARCHITECTURE for module in (step3p5, mimo, glm4_moe, exaone_moe, ernie4_5_moe))
+ALL = tuple(module.ARCHITECTURE for module in (step3p5, mimo, glm4_moe, exaone_moe, ernie4_5_moe, qwen3_5))

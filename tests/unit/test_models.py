@@ -17,6 +17,7 @@ from proposers.architecture import (
     known_architectures,
     why_left_to_the_host,
 )
+from proposers.models import qwen3_5
 from proposers.plugin import Mode
 from proposers.v1 import MultiGroupProposer
 from proposers.v2 import MultiGroupSpeculator
@@ -129,3 +130,11 @@ def test_a_registered_architecture_is_ours_and_may_say_more_of_its_config(monkey
     ours.model_type = others.model_type = "some_other_mtp"  # vLLM's own override knows some by their type
     assert SpeculativeConfig.hf_config_override(ours).num_modules == 2
     assert not hasattr(SpeculativeConfig.hf_config_override(others), "num_modules")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text alone", "with images"])
+def test_qwens_modules_are_counted_where_its_config_has_them(nested: bool) -> None:
+    text = PretrainedConfig(mtp_num_hidden_layers=2)
+    found = PretrainedConfig(text_config=text) if nested else text
+    qwen3_5.ARCHITECTURE.override_config(found)
+    assert qwen3_5.ARCHITECTURE.descriptor.count_modules(found) == 2
