@@ -124,7 +124,7 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         and (args.runner == "v1" or setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
         and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
-        and not (tiny and tiny.fixed_k and setup.k_by_batch)
+        and not (tiny and tiny.recurrent and (setup.k_by_batch or not setup.hybrid))
         and (setup.any_model or architecture_of(model) == "Step3p5ForCausalLM")
     ]
     chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]

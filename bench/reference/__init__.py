@@ -41,7 +41,7 @@ class TinyCheckpoint:
         write: into a folder, which need not be there.
         dtype: of the oracle's engines.
         setup: fields of the oracle's setups that its engines need (`bench.oracle.schedules.Setup`).
-        fixed_k: its engines can't change the number of drafts from step to step.
+        recurrent: its target has layers with states: they are in no KV cache group with others, and see `HYBRID`.
         blocks: how many KV cache blocks engines get that are to run out of them, of those of the tiny Step-3.5, whose
             layers lie in three groups.
     """
@@ -49,13 +49,13 @@ class TinyCheckpoint:
     write: Callable[[Path], Any]
     dtype: str = "float32"
     setup: dict[str, Any] = field(default_factory=dict)
-    fixed_k: bool = False
+    recurrent: bool = False
     blocks: float = 0.55
 
 
 # Delta nets are bfloat16's alone. On vLLM's CPU build their states have no prefix cache, and go wrong in a step of
 # fewer drafts than are configured, as there are where requests reach the end of the context.
-HYBRID: dict[str, Any] = {"dtype": "bfloat16", "setup": {"prefix_caching": False, "spare": 16}, "fixed_k": True}
+HYBRID: dict[str, Any] = {"dtype": "bfloat16", "setup": {"prefix_caching": False, "spare": 16}, "recurrent": True}
 
 TINY_CHECKPOINTS = {
     "mimo": TinyCheckpoint(_from("mimo_checkpoint:write_checkpoint")),

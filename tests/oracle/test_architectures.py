@@ -33,7 +33,7 @@ def oracle(name: str, runner: str, *setups: str, mode: str = "on") -> dict[str, 
 
 @pytest.mark.parametrize("name", TINY_CHECKPOINTS)
 def test_every_row_and_every_draft_is_right(name: str) -> None:
-    report = oracle(name, "v1", "chunks", "preemption" if TINY_CHECKPOINTS[name].fixed_k else "K by batch, from 0")
+    report = oracle(name, "v1", "chunks", "preemption" if TINY_CHECKPOINTS[name].recurrent else "K by batch, from 0")
     assert_clean(report)
     assert report["rows_checked"] > 4_000
     assert report["drafts_checked"] > 100
