@@ -29,6 +29,7 @@ _references: dict[str, Build] = {
     "Glm4MoeForCausalLM": _from("glm4_moe:DenseGlm4Moe"),
     "ExaoneMoeForCausalLM": _from("exaone_moe:DenseExaoneMoe"),
     "Ernie4_5_MoeForCausalLM": _from("ernie4_5_moe:DenseErnie4_5Moe"),
+    "DeepseekV3ForCausalLM": _from("deepseek_v3:DenseDeepseekV3"),
     "Qwen3_5ForCausalLM": _from("qwen3_5:DenseQwen3_5"),
 }
 

@@ -8,8 +8,10 @@ from proposers.architecture import Architecture
 
 def _count_modules(config: Any) -> None:
     """Under the name that vLLM asks for: where modules are chained, prompts keep tokens to look ahead to."""
-    text_config = config if hasattr(config, "mtp_num_hidden_layers") else config.get_text_config()
-    config.num_nextn_predict_layers = text_config.mtp_num_hidden_layers
+    for named in (config, config.get_text_config()):
+        if count := getattr(named, "mtp_num_hidden_layers", None):
+            config.num_nextn_predict_layers = count
+            return
 
 
 ARCHITECTURE = Architecture(
