@@ -34,6 +34,7 @@ class Architecture:
         override_config: changes the draft's Hugging Face config after vLLM's own override of it.
         module_weights: how the names of a module's tensors begin, as `model.layers.{layer}.`, counted on from the
             target's, or `model.mtp.layers.{module}.`, counted from 0. With it a config is held against its checkpoint.
+        counted_by: the key by which a checkpoint's config counts its modules, where that is not the descriptor's.
         fuse: has a loaded draft model run in fewer launches, and says whether its forward then takes `wanted`, the rows
             to compute to the end (`mtp.passes`).
         top_tokens: greedy tokens `[num_rows]` of hidden states `[num_rows, hidden_size]` by a module's head, reduced
@@ -49,6 +50,7 @@ class Architecture:
     model_class: str | None = None
     override_config: Callable[[Any], None] | None = None
     module_weights: str | None = None
+    counted_by: str | None = None
     fuse: Callable[[Any], bool] | None = None
     top_tokens: Callable[[Any, "torch.Tensor", int], "torch.Tensor"] = _top_tokens_of_the_model
     has_config_of_its_own: bool = False

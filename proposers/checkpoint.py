@@ -93,8 +93,9 @@ def settle_modules(entry: "Architecture", config: Any, given: Any) -> None:
         return
     text, key = given.get_text_config(), entry.descriptor.modules_key
     found = count_modules(files, template, getattr(text, "num_hidden_layers", 0))
-    said = None if key is None else getattr(text, key, None)
-    _check_modules(f"{model} ({template}*)", key, said, found)
+    counted_by = entry.counted_by or key
+    said = None if counted_by is None else getattr(text, counted_by, None)
+    _check_modules(f"{model} ({template}*)", counted_by, said, found)
     if missing := missing_files(model, files):
         raise ValueError(
             f"{model} lacks {', '.join(missing)}, which its index names: the draft could be loaded in parts only. "

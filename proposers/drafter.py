@@ -3,7 +3,7 @@
 import torch
 from vllm.config import VllmConfig
 
-from mtp.fusion.layers import fuse_layers
+from mtp.fusion.layers import fuse_layers, leave_uncompiled
 from mtp.passes import DraftPasses
 from proposers.architecture import Architecture, architecture_of
 
@@ -37,6 +37,8 @@ class ArchitecturePasses(DraftPasses):
 
     def prepare_model(self) -> None:
         """To be called once the draft model is loaded: has it run in fewer launches where that is known how."""
+        if self.plan.num_modules > 1:
+            leave_uncompiled(self.model)
         fuse_layers(self.model, self.vllm_config)
         if self.architecture.fuse is not None:
             self.takes_wanted = self.architecture.fuse(self.model)

@@ -3,14 +3,15 @@
 import argparse
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
 from bench.environment import write_record
-
-if TYPE_CHECKING:
-    from bench.oracle.schedules import Setup
+from bench.oracle.schedules import BLOCK_SIZE, SETUPS, Setup
+from bench.reference import TINY_CHECKPOINTS, TinyCheckpoint, architecture_of, count_modules
 
 # Only a checkout has it: an installed package comes without a model.
 TINY_MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-step3p5"
@@ -27,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a checkpoint whose architecture has a reference",
     )
     parser.add_argument(
+        "--architecture",
+        choices=TINY_CHECKPOINTS,
+        help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
+    )
+    parser.add_argument(
         "--import",
         dest="imports",
         action="append",
@@ -34,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a module to import first, which registers an architecture and its reference (repeatable)",
     )
     parser.add_argument("--modules", type=int, help="check only that many modules, the first ones (default: all)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the engines (default: float32, where the model has it)"
+    )
     parser.add_argument("--graphs", action="store_true", help="capture decode steps and passes as CUDA graphs")
     parser.add_argument(
         "--runner",
@@ -54,26 +62,40 @@ def run(args: argparse.Namespace) -> int:
     from bench.interpreter import choose_runner
     from bench.oracle.driver import run_schedules
 
-    model = checked_model(args.model)
     if args.modules is not None and args.modules < 1:
         raise ValueError(f"--modules={args.modules} would check nothing: give 1 or more.")
-    choose_runner(args.runner)
-    for module in args.imports or ():
-        importlib.import_module(module)
-    report = run_schedules(
-        model,
-        args.schedules,
-        args.seed,
-        modules=args.modules,
-        setups=choose_setups(args, model),
-        graphs=args.graphs,
-        dtype=args.dtype,
-        progress=True,
-    )
-    result = {"runner": args.runner} | report.to_json()
+    with the_model(args) as model:
+        tiny = TINY_CHECKPOINTS.get(args.architecture)
+        args.dtype = args.dtype or (tiny.dtype if tiny else "float32")
+        choose_runner(args.runner)
+        for module in args.imports or ():
+            importlib.import_module(module)
+        report = run_schedules(
+            model,
+            args.schedules,
+            args.seed,
+            modules=args.modules,
+            setups=choose_setups(args, model),
+            graphs=args.graphs,
+            dtype=args.dtype,
+            progress=True,
+        )
+        subject = {"architecture": args.architecture, "modules": count_modules(model)} if tiny else {}
+    result = {"runner": args.runner} | subject | report.to_json()
     print(json.dumps(result, indent=1))
     write_record(result, args.json)
     return 0 if report.clean else 1
+
+
+@contextmanager
+def the_model(args: argparse.Namespace) -> Iterator[Path]:
+    """A context with the folder of the checkpoint that is asked for. Raises `ValueError` where there is none."""
+    if args.architecture is None:
+        yield checked_model(args.model)
+        return
+    with TemporaryDirectory() as name:
+        TINY_CHECKPOINTS[args.architecture].write(Path(name))
+        yield Path(name)
 
 
 def checked_model(model: Path | None) -> Path:
@@ -85,7 +107,7 @@ def checked_model(model: Path | None) -> Path:
     return model
 
 
-def choose_setups(args: argparse.Namespace, model: Path) -> Sequence["Setup"]:
+def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
     """The engines that are asked for and that the machine, the model, the runner and the dtype allow.
 
     Raises:
@@ -93,10 +115,8 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence["Setup"]:
     """
     import torch
 
-    from bench.oracle.schedules import SETUPS
-    from bench.reference import architecture_of
-
     gpus = torch.cuda.device_count()
+    tiny = TINY_CHECKPOINTS.get(args.architecture)
     fitting = [
         setup
         for setup in SETUPS
@@ -106,9 +126,18 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence["Setup"]:
         and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
         and (gpus or setup.checkpoint != "narrow")
         and (setup.any_model or architecture_of(model) == setup.architecture)
+        and not (tiny and tiny.recurrent and (setup.k_by_batch or not setup.hybrid))
     ]
     chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]
     if not chosen:
         names = ", ".join(repr(setup.name) for setup in fitting)
         raise ValueError(f"There is no engine called {args.setup}: choose from {names}.")
-    return chosen
+    chosen = [setup.for_modules(count_modules(model)) for setup in chosen]
+    return [for_tiny(setup, tiny) for setup in chosen] if tiny else chosen
+
+
+def for_tiny(setup: Setup, tiny: TinyCheckpoint) -> Setup:
+    """The same for an engine of that checkpoint; with a crowd it still runs out of blocks."""
+    fewest = -(-setup.max_model_len // BLOCK_SIZE) + 2
+    num_blocks = max(fewest, int(setup.num_blocks * tiny.blocks)) if setup.crowd else setup.num_blocks
+    return replace(setup, num_blocks=num_blocks, **tiny.setup)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 BLOCK_SIZE = 32  # the smallest that the CPU's attention takes
@@ -14,6 +14,7 @@ class Setup:
 
     Attributes:
         k: the most drafts a step may ask for.
+        spare: positions that the engine has after the longest request.
         k_by_batch: `(from, to, drafts)` by number of scheduled requests; None: always `k`.
         num_blocks: of the whole KV cache, of all groups together.
         crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
@@ -25,6 +26,7 @@ class Setup:
         hidden_states_flow: as in `DraftDescriptor`; False: the checkpoint's modules all take the target's.
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
+        compiled: the host compiles the models, where it would.
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
         v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
@@ -37,6 +39,7 @@ class Setup:
     k: int = 3
     k_by_batch: tuple[tuple[int, int, int], ...] | None = None
     max_model_len: int = 320
+    spare: int = 0
     max_num_seqs: int = 6
     max_batched_tokens: int = 64
     chunk: int = 0
@@ -47,6 +50,7 @@ class Setup:
     hidden_states_flow: bool = True
     grammars: float = 0.0
     overlapped: bool = False
+    compiled: bool = False
     replayed: bool = False
     v2: bool = True
     hybrid: bool = True
@@ -65,16 +69,16 @@ class Setup:
         if self.k_by_batch is not None:
             speculative["num_speculative_tokens_per_batch_size"] = list(self.k_by_batch)
         captured = {
-            "mode": 0,
+            "mode": 3 if self.compiled else 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [size * (self.k + 1) for size in self.graph_sizes],
         }
         return {
             "dtype": dtype,
-            "enforce_eager": not graphs,
+            "enforce_eager": not graphs and not self.compiled,
             **({"compilation_config": captured} if graphs else {}),
             "block_size": BLOCK_SIZE,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.max_model_len + self.spare,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_batched_tokens,
             "long_prefill_token_threshold": self.chunk,
@@ -90,8 +94,13 @@ class Setup:
 
     @property
     def any_model(self) -> bool:
-        """Whether it does without what only the tiny Step-3.5 has: its tokenizer, what is made of it, and its ranks."""
-        return self.checkpoint == "tiny" and self.hidden_states_flow and not self.grammars and self.ranks == 1
+        """Whether it drafts without what only the tiny Step-3.5 has: its tokenizer, what is made of it, its ranks."""
+        plain = self.checkpoint == "tiny" and self.hidden_states_flow and self.ranks == 1
+        return plain and not self.grammars and not self.extracts
+
+    def for_modules(self, count: int) -> "Setup":
+        """The same, with a number of drafts that vLLM allows: more than there are modules only in whole rounds."""
+        return self if self.k <= count else replace(self, k=-(-self.k // count) * count)
 
     @property
     def architecture(self) -> str:
@@ -123,21 +132,20 @@ SETUPS = (
     Setup("overlapped", overlapped=True, weight=3),
     Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("compiled", compiled=True, v2=False, weight=1),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}, v2=False),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
     Setup("grammars", grammars=0.8, max_model_len=160, weight=3),
     Setup("grammars, overlapped", grammars=0.8, overlapped=True),
-    Setup("one module", checkpoint="mimo", max_batched_tokens=48, v2=False),
-    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True, v2=False),
-    Setup(
-        "one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2)), v2=False
-    ),
+    Setup("one module", checkpoint="mimo", max_batched_tokens=48),
+    Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
+    Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
-    Setup("replayed, one module", replayed=True, checkpoint="mimo", v2=False),
+    Setup("replayed, one module", replayed=True, checkpoint="mimo"),
     Setup("narrow values", checkpoint="narrow", num_blocks=60, chunk=40),
     Setup("narrow values, K=6", checkpoint="narrow", k=6, num_blocks=60, crowd=True),
     Setup("extraction", extracts=(0, 3, 6), max_batched_tokens=48, chunk=20, num_blocks=36, crowd=True),
@@ -251,7 +259,8 @@ def _plan_prompt(
     if kind < 0.65 and longest > BLOCK_SIZE:
         shared = BLOCK_SIZE * rng.randint(1, (longest - 1) // BLOCK_SIZE)
         tail = _cut(rng, texts, rng.randint(1, min(40, longest - shared)))
-        tail[0] = (prefix[shared] + 1 + rng.randrange(100)) % 1000 + 1 if tail[0] == prefix[shared] else tail[0]
+        if tail[0] == prefix[shared]:
+            tail[0] = (tail[0] + 1 + rng.randrange(100)) % max(map(max, texts)) + 1
         return [*prefix[:shared], *tail], True
     return _cut(rng, texts, rng.randint(5, min(longest, 200))), False
 

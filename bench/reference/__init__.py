@@ -1,9 +1,11 @@
 """Dense models in plain float32 PyTorch, one sequence at a time, by the architecture of a checkpoint."""
 
+import importlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bench.reference.dense import DenseModel
@@ -11,29 +13,61 @@ if TYPE_CHECKING:
 Build = Callable[[Path], "DenseModel"]
 
 
-def _step3p5(folder: Path) -> "DenseModel":
-    from bench.reference.dense import DenseModel
+def _from(path: str) -> Callable[[Path], Any]:
+    """The callable `module:name` of this package, which is imported on the first call."""
+    module, _, name = path.partition(":")
 
-    return DenseModel(folder)
+    def call(folder: Path) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(folder)
 
-
-def _mimo(folder: Path) -> "DenseModel":
-    from bench.reference.mimo import DenseMiMo
-
-    return DenseMiMo(folder)
-
-
-def _mimo_v2(folder: Path) -> "DenseModel":
-    from bench.reference.mimo_v2 import DenseMiMoV2
-
-    return DenseMiMoV2(folder)
+    return call
 
 
 _references: dict[str, Build] = {
-    "Step3p5ForCausalLM": _step3p5,
-    "MiMoForCausalLM": _mimo,
-    "MiMoV2FlashForCausalLM": _mimo_v2,
-    "MiMoV2ForCausalLM": _mimo_v2,
+    "Step3p5ForCausalLM": _from("dense:DenseModel"),
+    "MiMoForCausalLM": _from("mimo:DenseMiMo"),
+    "MiMoV2FlashForCausalLM": _from("mimo_v2:DenseMiMoV2"),
+    "MiMoV2ForCausalLM": _from("mimo_v2:DenseMiMoV2"),
+    "Glm4MoeForCausalLM": _from("glm4_moe:DenseGlm4Moe"),
+    "ExaoneMoeForCausalLM": _from("exaone_moe:DenseExaoneMoe"),
+    "Ernie4_5_MoeForCausalLM": _from("ernie4_5_moe:DenseErnie4_5Moe"),
+    "DeepseekV3ForCausalLM": _from("deepseek_v3:DenseDeepseekV3"),
+    "Qwen3_5ForCausalLM": _from("qwen3_5:DenseQwen3_5"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyCheckpoint:
+    """A checkpoint with random weights that is written where it is wanted.
+
+    Attributes:
+        write: into a folder, which need not be there.
+        dtype: of the oracle's engines.
+        setup: fields of the oracle's setups that its engines need (`bench.oracle.schedules.Setup`).
+        recurrent: its target has layers with states: they are in no KV cache group with others, and see `HYBRID`.
+        blocks: how many KV cache blocks engines get that are to run out of them, of those of the tiny Step-3.5, whose
+            layers lie in three groups.
+    """
+
+    write: Callable[[Path], Any]
+    dtype: str = "float32"
+    setup: dict[str, Any] = field(default_factory=dict)
+    recurrent: bool = False
+    blocks: float = 0.55
+
+
+# Delta nets are bfloat16's alone. On vLLM's CPU build their states have no prefix cache, and go wrong in a step of
+# fewer drafts than are configured, as there are where requests reach the end of the context.
+HYBRID: dict[str, Any] = {"dtype": "bfloat16", "setup": {"prefix_caching": False, "spare": 16}, "recurrent": True}
+
+TINY_CHECKPOINTS = {
+    "mimo": TinyCheckpoint(_from("mimo_checkpoint:write_checkpoint")),
+    "glm4-moe": TinyCheckpoint(_from("glm4_moe_checkpoint:write_checkpoint")),
+    "exaone-moe": TinyCheckpoint(_from("exaone_moe_checkpoint:write_checkpoint"), blocks=1.0),
+    "exaone-moe-two-modules": TinyCheckpoint(_from("exaone_moe_checkpoint:write_two_sliding_modules"), blocks=1.0),
+    "ernie4.5-moe": TinyCheckpoint(_from("ernie4_5_moe_checkpoint:write_checkpoint")),
+    "qwen3.5": TinyCheckpoint(_from("qwen3_5_checkpoint:write_checkpoint"), **HYBRID),
+    "qwen3.5-two-modules": TinyCheckpoint(_from("qwen3_5_checkpoint:write_two_modules"), **HYBRID),
 }
 
 
@@ -67,3 +101,10 @@ def architecture_of(folder: Path) -> str | None:
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [None]
     name: str | None = architectures[0]
     return name
+
+
+def count_modules(folder: Path) -> int:
+    """How many modules a checkpoint's config names; one, where it names none."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    return int(config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 1)

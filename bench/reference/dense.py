@@ -8,8 +8,7 @@ Row p of module i takes the hidden state of module i - 1 at row p (for i = 0, an
 hidden states don't flow, the target's) and the embedding of token p + 1 + i, attends to the rows up to p of its own
 layer, and predicts token p + 2 + i.
 
-`DenseModel` is Step-3.5; `bench/reference/mimo.py` has MiMo, and `bench/reference/mimo_v2.py` MiMo-V2. What they share
-is here.
+`DenseModel` is Step-3.5, and the files beside this one have other architectures. What they share is here.
 """
 
 import json
@@ -32,7 +31,9 @@ class Attention:
     Attributes:
         window: a row attends to itself and the `window - 1` rows before it; None: to all rows before it.
         rotary_dim: that many leading features of a head are rotated; 0: none.
-        value_dim: what a value's head has of features; None: as many as a key's.
+        gated: heads are scaled by gates of the row, one a head or one a feature.
+        interleaved: a feature is rotated with its neighbour, and not with the one half of the features further.
+        value_dim: the size of a value head, where it is not `head_dim`.
         value_scale: values are multiplied by it, in the cache, too.
     """
 
@@ -43,6 +44,7 @@ class Attention:
     rotary_dim: int
     theta: float
     gated: bool
+    interleaved: bool = False
     value_dim: int | None = None
     value_scale: float = 1.0
 
@@ -93,14 +95,21 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
-def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
-    """Rotates `x` `[rows, heads, head_dim]` by its rows' positions; feature j pairs with j + rotary_dim / 2."""
+def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float, interleaved: bool = False) -> Tensor:
+    """Rotates `x` `[rows, heads, head_dim]` by its rows' positions; feature j pairs with j + rotary_dim / 2.
+
+    With `interleaved` 2j pairs with 2j + 1.
+    """
     if rotary_dim == 0:
         return x
     half = rotary_dim // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = positions.float()[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if interleaved:
+        a, b = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
@@ -109,7 +118,7 @@ class Rows:
     """What one layer has computed for the first rows of one sequence.
 
     Attributes:
-        keys, values: `[rows, num_kv_heads, head_dim]`, of values `value_size`.
+        keys, values: `[rows, num_kv_heads, head_dim]`, and of values `value_size`.
         output: `[rows, hidden_size]`, the residual stream after the layer.
         gaps: `[rows]`, how much better the worst expert taken was than the best one left; infinite without experts.
     """
@@ -185,7 +194,9 @@ class Layer:
             for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads))
         )
         query, key = (
-            rotate(self._norm(head, f"self_attn.{name}_norm"), positions, shape.rotary_dim, shape.theta)
+            rotate(
+                self._norm(head, f"self_attn.{name}_norm"), positions, shape.rotary_dim, shape.theta, shape.interleaved
+            )
             for name, head in (("q", query), ("k", key))
         )
         rows.extend(key, value * shape.value_scale)
@@ -199,7 +210,7 @@ class Layer:
         weights = self._softmax(scores.masked_fill(~visible, -math.inf))
         y = torch.einsum("hrqk,khd->qhrd", weights, rows.values).reshape(new, shape.num_heads, shape.value_size)
         if shape.gated:
-            y = y * self._linear(x, "self_attn.g_proj").sigmoid()[:, :, None]
+            y = y * self._linear(x, "self_attn.g_proj").sigmoid().view(new, shape.num_heads, -1)
         return self._linear(y.reshape(new, -1), "self_attn.o_proj")
 
     def _softmax(self, scores: Tensor) -> Tensor:
@@ -422,6 +433,28 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def stack_experts(weights: dict[str, Tensor], bias: str = "mlp.gate.e_score_correction_bias") -> dict[str, Tensor]:
+    """A layer's weights under the names that `Layer` knows, where the checkpoint has every expert's by itself.
+
+    Args:
+        bias: what moves the choice of experts is called that.
+    """
+    if "mlp.gate.weight" not in weights:
+        return weights
+    renamed = weights | {"moe.gate.weight": weights["mlp.gate.weight"], "moe.router_bias": weights[bias].flatten()}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        experts = [weights[f"mlp.experts.{expert}.{name}.weight"] for expert in range(len(weights["mlp.gate.weight"]))]
+        renamed[f"moe.{name}.weight"] = torch.stack(experts)
+        renamed[f"share_expert.{name}.weight"] = weights[f"mlp.shared_experts.{name}.weight"]
+    return renamed
+
+
+def refuse_expert_groups(config: dict[str, Any]) -> None:
+    """Raises `NotImplementedError` where experts are chosen in groups, which `Layer` doesn't do."""
+    if config.get("n_group", 1) != 1:
+        raise NotImplementedError(f"The config has n_group={config['n_group']}; the reference knows one group.")
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -32,12 +32,31 @@ def fuse_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         use_kernels_of_the_host(model, vllm_config)
 
 
+def leave_uncompiled(model: nn.Module) -> int:
+    """Takes a draft of several modules out of the host's compilation, before its first forward.
+
+    The host compiles a model once and asks no more what for, so whichever module ran first would run for all of them.
+
+    Returns:
+        how many parts of it would have been compiled.
+    """
+    parts = _compiled_parts(model)
+    for part in parts:
+        part.do_not_compile = True
+    return len(parts)
+
+
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether the host compiles any part of it (`support_torch_compile`)."""
-    return any(
-        isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(module, "do_not_compile", True)
+    return bool(_compiled_parts(model))
+
+
+def _compiled_parts(model: nn.Module) -> list[Any]:
+    """What the host compiles of it (`support_torch_compile`)."""
+    return [
+        module
         for module in model.modules()
-    )
+        if isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(module, "do_not_compile", True)
+    ]
 
 
 def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:

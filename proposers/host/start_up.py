@@ -57,9 +57,10 @@ def _complete_config(entry: Any, config: Any, given: Any) -> None:
     from proposers.checkpoint import settle_modules
     from proposers.plugin import Mode
 
-    # An entry's own model class is not there for vLLM's proposers, which know what theirs has.
-    if entry.model_class is None or Mode.from_env() is Mode.ON:
-        settle_modules(entry, config, given)
+    # Where vLLM's proposers draft there is no model class of ours, and theirs is built as theirs wants it.
+    if entry.model_class is not None and Mode.from_env() is not Mode.ON:
+        return
+    settle_modules(entry, config, given)
     if entry.override_config is not None:
         entry.override_config(config)
 

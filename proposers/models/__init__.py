@@ -1,5 +1,8 @@
 """One file for each family of models, with its `Architecture` entry. Import-light."""
 
-from proposers.models import mimo, mimo_v2, step3p5
+from proposers.models import ernie4_5_moe, exaone_moe, glm4_moe, mimo, mimo_v2, qwen3_5, step3p5
 
-ALL = (step3p5.ARCHITECTURE, mimo.ARCHITECTURE, *mimo_v2.ARCHITECTURES)
+ALL = (
+    *(module.ARCHITECTURE for module in (step3p5, mimo, glm4_moe, exaone_moe, ernie4_5_moe, qwen3_5)),
+    *mimo_v2.ARCHITECTURES,
+)

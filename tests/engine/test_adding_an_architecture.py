@@ -1,4 +1,4 @@
-"""`docs/adding_an_architecture.md`, followed literally: an architecture that is not known yet, on both runners."""
+"""`docs/adding_an_architecture.md`, followed literally: an entry, a checkpoint and a reference, on both runners."""
 
 import json
 import re
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from proposers.architecture import known_architectures
+from mtp.plan import DraftDescriptor
+from proposers.architecture import Architecture
+from proposers.models import glm4_moe
 from tests.support.children import ROOT, run_command
 
 PAGE = (ROOT / "docs" / "adding_an_architecture.md").read_text()
@@ -39,9 +41,10 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_page_is_of_an_architecture_that_is_not_known_yet() -> None:
+def test_the_pages_entry_is_the_one_that_is_shipped() -> None:
     assert {name for name, _ in FILES} == {"glm_entry.py", "glm_checkpoint.py", "glm_reference.py"}
-    assert "Glm4MoeMTPModel" not in known_architectures()
+    assert 'register(Architecture(DraftDescriptor("Glm4MoeMTPModel")))' in dict(FILES)["glm_entry.py"]
+    assert Architecture(DraftDescriptor("Glm4MoeMTPModel")) == glm4_moe.ARCHITECTURE
     assert [("--runner v2" in command) for command in COMMANDS if "oracle" in command] == [False, True]
 
 

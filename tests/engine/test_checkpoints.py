@@ -49,6 +49,11 @@ def test_fewer_attention_types_than_layers(tmp_path: Path, entries: int) -> None
         draft_config(model)
 
 
+def test_vllms_proposers_have_of_mimo_v2_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTP_PROPOSERS", "upstream")
+    assert draft_config(MIMO_V2).num_nextn_predict_layers == 1
+
+
 def test_mimo_v2_has_as_many_modules_as_its_files(tmp_path: Path) -> None:
     config = draft_config(MIMO_V2)
     assert (config.num_nextn_predict_layers, config.n_predict) == (3, 3)

@@ -12,6 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
+from mtp.plan import DraftDescriptor
+from proposers import architecture
+from proposers.architecture import Architecture
 from proposers.host.drafting import build_speculator
 from proposers.plugin import register
 from proposers.v1 import MultiGroupProposer
@@ -114,11 +117,18 @@ def test_what_drafts_on_v2_leaves_the_choice_of_the_runner_to_vllm() -> None:
     assert reasons(make_config()) == []
 
 
-@pytest.mark.usefixtures("registered", "v2_unset")
+@pytest.fixture
+def v1_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry `SomeMTP` that leaves V2 to vLLM."""
+    entry = Architecture(DraftDescriptor("SomeMTP"), speculator=None, why_not_on_v2="it is for tests")
+    monkeypatch.setattr(architecture, "_registered", {"SomeMTP": entry})
+
+
+@pytest.mark.usefixtures("registered", "v2_unset", "v1_only")
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda config: _becomes_mimo(config), "of MiMo's one module it makes the same drafts"),
+        (lambda config: _becomes_some_mtp(config), "it is for tests"),
         (lambda config: setattr(config.parallel_config, "data_parallel_size", 2), "no data parallelism"),
     ],
 )
@@ -167,8 +177,18 @@ def test_what_only_v2_takes_stays_there_and_is_drafted_for_by_vllm(
     assert build_speculator.replace(lambda *args: "vLLM's own")(config, CPU, None) == "vLLM's own"
 
 
-def _becomes_mimo(config: VllmConfig) -> None:
-    config.speculative_config.draft_model_config.hf_config.architectures = ["MiMoMTPModel"]
+def _becomes_some_mtp(config: VllmConfig) -> None:
+    config.speculative_config.draft_model_config.hf_config.architectures = ["SomeMTP"]
+
+
+@pytest.mark.usefixtures("registered", "v1_only")
+def test_what_an_entry_leaves_to_vllm_on_v2_is_drafted_for_by_vllm_and_a_line_says_so(
+    vllm_log: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config()
+    _becomes_some_mtp(config)
+    assert build_speculator.replace(lambda *args: "vLLM's own")(config, CPU, None) == "vLLM's own"
+    assert "vLLM's own speculator drafts for SomeMTP on the V2 model runner: it is for tests." in vllm_log.text
 
 
 @pytest.mark.usefixtures("registered")

@@ -16,7 +16,9 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 # What a stranger would take for a measurement.
 FIGURE = re.compile(r"\d+\.\d+|\b\d[\d,]*\s?(?:tokens/s|tokens per second|ms\b|µs|%|times\b|x\b)")
 # Releases of vLLM, of models and of this package.
-RELEASES = re.compile(r"\b0\.3[23]\b|\b0\.1\.0\b|Step-3\.5|GLM-4\.5|Llama-3\.1|Apache-2\.0|Python 3\.11")
+RELEASES = re.compile(
+    r"\b0\.3[23]\b|\b0\.1\.0\b|Step-3\.5|GLM-4\.5|ERNIE 4\.5|Qwen3\.5|Llama-3\.1|Apache-2\.0|Python 3\.11"
+)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from mtp.fusion.layers import fuse_gemma_norms, use_kernels_of_the_host
+from mtp.fusion.layers import fuse_gemma_norms, leave_uncompiled, use_kernels_of_the_host
 
 
 def make_norm(size: int, dtype: torch.dtype) -> GemmaRMSNorm:
@@ -117,3 +118,15 @@ def test_a_reload_layer_by_layer_leaves_every_layer_its_table() -> None:
     finalize_layerwise_reload(draft, config.model_config)
     assert first.cos_sin_cache is target.rotary_emb.cos_sin_cache is table
     assert other.cos_sin_cache is not table
+
+
+def test_a_draft_that_is_left_uncompiled_has_no_part_that_the_host_compiles() -> None:
+    class Part(nn.Module, TorchCompileWithNoGuardsWrapper):
+        def __init__(self, do_not_compile: bool) -> None:
+            nn.Module.__init__(self)
+            self.do_not_compile = do_not_compile
+
+    model = nn.Sequential(nn.Linear(2, 2), Part(False), Part(True))
+    assert leave_uncompiled(model) == 1
+    assert model[1].do_not_compile
+    assert leave_uncompiled(model) == 0

@@ -17,6 +17,7 @@ from proposers.architecture import (
     known_architectures,
     why_left_to_the_host,
 )
+from proposers.models import qwen3_5
 from proposers.plugin import Mode
 from proposers.v1 import MultiGroupProposer
 from proposers.v2 import MultiGroupSpeculator
@@ -106,6 +107,14 @@ def test_a_plugin_that_is_off_imports_no_runner() -> None:
     assert run_python(code, MTP_PROPOSERS="off").strip() == "off"
 
 
+def test_a_registered_entry_replaces_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "_registered", {})
+    other = Architecture(DraftDescriptor("Glm4MoeMTPModel"))
+    assert architecture_of(config("mtp", "Glm4MoeMTPModel")) is not other
+    architecture.register(other)
+    assert architecture_of(config("mtp", "Glm4MoeMTPModel")) is other
+
+
 def test_a_registered_architecture_is_ours_and_may_say_more_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "_registered", {})
 
@@ -115,10 +124,17 @@ def test_a_registered_architecture_is_ours_and_may_say_more_of_its_config(monkey
     added = Architecture(DraftDescriptor("SomeOtherMTP", modules_key="num_modules"), override_config=name_modules)
     architecture.register(added)
     assert architecture_of(config("mtp", "SomeOtherMTP")) is added
-    shipped = {architecture.name for architecture in models.ALL}
-    assert known_architectures().keys() == shipped | {"SomeOtherMTP"}
+    assert known_architectures().keys() == {*(entry.name for entry in models.ALL), "SomeOtherMTP"}
     plugin.register()
     ours, others = (PretrainedConfig(architectures=[name]) for name in ("SomeOtherMTP", "Any"))
     ours.model_type = others.model_type = "some_other_mtp"  # vLLM's own override knows some by their type
     assert SpeculativeConfig.hf_config_override(ours).num_modules == 2
     assert not hasattr(SpeculativeConfig.hf_config_override(others), "num_modules")
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text alone", "with images"])
+def test_qwens_modules_are_counted_where_its_config_has_them(nested: bool) -> None:
+    text = PretrainedConfig(mtp_num_hidden_layers=2)
+    found = PretrainedConfig(text_config=text) if nested else text
+    qwen3_5.ARCHITECTURE.override_config(found)
+    assert qwen3_5.ARCHITECTURE.descriptor.count_modules(found) == 2

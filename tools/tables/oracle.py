@@ -39,7 +39,21 @@ def oracle_says() -> str:
     )
 
 
+def architectures() -> str:
+    """What it compared of the architectures whose tiny checkpoint it wrote for the run."""
+    rows = []
+    for path in sorted(RESULTS.glob("oracle-*.json")):
+        run = json.loads(path.read_text())
+        if isinstance(run, dict) and "architecture" in run:
+            wrong = run["rows_mismatched"] + run["drafts_mismatched"]
+            counts = [f"{run[key]:,}" for key in ("schedules", "rows_checked", "drafts_checked")]
+            cells = [f"`{run['architecture']}`", str(run["modules"]), run["runner"].upper(), run["dtype"]]
+            rows.append([*cells, *counts, str(wrong)])
+    return table(["architecture", "modules", "runner", "dtype", "schedules", "rows", "drafts", "wrong"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "oracle": oracle,
     "oracle-says": oracle_says,
+    "architectures": architectures,
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tools.tables import cpu, extraction, gpu, oracle, records
 
 ROOT = records.RESULTS.parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/extraction.md")
+PAGES = ("README.md", "docs/performance.md", "docs/extraction.md", "docs/architectures.md")
 BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->\n)(.*?)^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "records": records.table_of_records,
