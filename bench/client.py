@@ -67,13 +67,13 @@ def run_cell(server: Server, requests: Sequence[Request], concurrency: int) -> d
     try:
         before = server.get("/metrics")
         outputs, seconds = asyncio.run(_send_all(f"{server.url}/v1/completions", requests, concurrency))
+        for request, output in zip(requests, outputs, strict=True):
+            if not output.success or output.output_tokens != request.output_tokens:
+                reason = output.error.strip().splitlines()[-1:] or ["no reason was given"]
+                raise server.failure(f"gave {output.output_tokens} of {request.output_tokens} tokens, {reason[0]}")
         after = server.get("/metrics")
     except OSError as error:  # a timeout, too
         raise server.failure(f"doesn't answer: {error!r}") from error
-    for request, output in zip(requests, outputs, strict=True):
-        if not output.success or output.output_tokens != request.output_tokens:
-            reason = output.error.strip().splitlines()[-1:] or ["no reason was given"]
-            raise server.failure(f"gave {output.output_tokens} of {request.output_tokens} tokens, {reason[0]}")
     counters = {key: round(counter(after, name) - counter(before, name)) for key, name in COUNTERS.items()}
     return {**summarise_cell(outputs, seconds), **counters, "yardstick_ms": round(yardstick, 3)}
 

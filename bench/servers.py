@@ -18,6 +18,7 @@ HOST = "127.0.0.1"
 SERVED_NAME = "served"
 START_S = 900  # several engines that load and compile on the same cores
 STOP_S = 30
+REST_S = 2  # for what a server has left behind to end by itself
 LOG_CHARACTERS = 10_000  # of a log's end, for messages
 
 
@@ -85,7 +86,11 @@ class Server:
         self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
+        deadline = time.monotonic() + REST_S
         with suppress(ProcessLookupError):  # nothing is left of the group
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.1)
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 

@@ -10,8 +10,9 @@ import openai
 import pytest
 from vllm.utils.network_utils import get_open_port
 
+from bench.servers import counter
 from tests.support.children import TINY
-from tests.support.server import Server, counter, serving
+from tests.support.server import Server, serving
 
 STOP_S = 60
 PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n    "

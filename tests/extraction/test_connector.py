@@ -11,6 +11,7 @@ import openai
 import pytest
 from vllm.utils.network_utils import get_open_port
 
+from bench.servers import counter
 from proposers.hidden_states import load
 from proposers.hidden_states.storage import Storage
 from tests.support import record_scenarios
@@ -18,7 +19,7 @@ from tests.support.children import TINY, ChildFailedError
 from tests.support.engine_arguments import extract
 from tests.support.forked_engine import Run, run
 from tests.support.record_scenarios import LAYERS, RING_BYTES, records_engine
-from tests.support.server import counter, serving
+from tests.support.server import serving
 
 # The host's arithmetic and the reference's differ in the last bits of float32.
 TOLERANCE = 2e-5

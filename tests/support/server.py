@@ -1,7 +1,6 @@
 """vLLM's OpenAI server with the plugin, as a user starts it, on the loopback interface."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -68,7 +67,3 @@ def serving(log: Path, command: list[str], port: int) -> Iterator[Server]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def counter(metrics: str, name: str) -> float:
-    return sum(float(value) for value in re.findall(rf"^{name}_total{{[^}}]*}} (\S+)$", metrics, re.MULTILINE))
