@@ -6,11 +6,12 @@ What a captured graph does by itself, which is the same launches on the same mem
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtp.graphs import PassShape, Replay
+if TYPE_CHECKING:  # importing it imports vLLM, before which the runner is chosen
+    from mtp.graphs import PassShape, Replay
 
 
 class EagerGraph:
@@ -21,7 +22,7 @@ class EagerGraph:
         drafts: `[shape.num_reqs, num_speculative_tokens]`, which a replay writes.
     """
 
-    def __init__(self, graphs: Any, shape: PassShape, drafts: torch.Tensor | None = None) -> None:
+    def __init__(self, graphs: Any, shape: "PassShape", drafts: torch.Tensor | None = None) -> None:
         self.graphs, self.shape = graphs, shape
         if drafts is None:
             graphs._static.pad(0, shape.num_reqs, num_rows=0)
@@ -42,7 +43,7 @@ def count_replays(graphs: Any, events: Any) -> Any:
     """
     replay = graphs.replay
 
-    def counted_replay(found: Replay, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted_replay(found: "Replay", *args: Any, **kwargs: Any) -> torch.Tensor:
         events.replays += 1
         events.replays_uneven += not found.shape.even
         return replay(found, *args, **kwargs)
