@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             progress=True,
         )
-        subject = {"architecture": args.architecture, "modules": count_modules(model)} if tiny else {}
+        name = args.architecture or (model.name if model != TINY_MODEL else None)
+        subject = {"architecture": name, "modules": count_modules(model)} if name else {}
     result = {"runner": args.runner} | subject | report.to_json()
     print(json.dumps(result, indent=1))
     write_record(result, args.json)

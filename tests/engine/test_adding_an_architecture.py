@@ -43,8 +43,12 @@ def run(command: str, folder: Path) -> str:
 
 def test_the_pages_entry_is_the_one_that_is_shipped() -> None:
     assert {name for name, _ in FILES} == {"glm_entry.py", "glm_checkpoint.py", "glm_reference.py"}
-    assert 'register(Architecture(DraftDescriptor("Glm4MoeMTPModel")))' in dict(FILES)["glm_entry.py"]
-    assert Architecture(DraftDescriptor("Glm4MoeMTPModel")) == glm4_moe.ARCHITECTURE
+    entry = 'Architecture(DraftDescriptor("Glm4MoeMTPModel"), module_weights="model.layers.{layer}.")'
+    assert f"register({entry})" in dict(FILES)["glm_entry.py"]
+    assert (
+        Architecture(DraftDescriptor("Glm4MoeMTPModel"), module_weights="model.layers.{layer}.")
+        == glm4_moe.ARCHITECTURE
+    )
     assert [("--runner v2" in command) for command in COMMANDS if "oracle" in command] == [False, True]
 
 

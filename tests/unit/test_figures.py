@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.tables import cpu, gpu, page, picture, records
+from tools.tables import cpu, gpu, page, picture, records, serving
 
 ROOT = page.ROOT
 PAGES = [ROOT / name for name in page.PAGES]
-PROSE = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+PROSE = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
 PRINTED = re.compile(r"^<!-- printed: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)  # tests/engine/test_docs.py
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
@@ -74,7 +74,7 @@ def test_every_record_is_quoted() -> None:
     quoted: set[str] = set()
     read = records.record.__wrapped__
     with pytest.MonkeyPatch.context() as patched:
-        for module in (gpu, cpu, page.extraction):
+        for module in (gpu, cpu, serving, page.extraction):
             patched.setattr(module, "record", lambda name: quoted.add(name) or read(name))
         for make in page.TABLES.values():
             make()

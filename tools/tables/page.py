@@ -7,14 +7,15 @@ differ from the record that it quotes; `tests/unit/test_figures.py` holds the pa
 import re
 from collections.abc import Callable
 
-from tools.tables import cpu, extraction, gpu, oracle, records
+from tools.tables import cpu, extraction, gpu, oracle, records, serving
 
 ROOT = records.RESULTS.parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/extraction.md", "docs/architectures.md")
+PAGES = ("README.md", "docs/performance.md", "docs/extraction.md", "docs/architectures.md", "bench/results/serving.md")
 BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->\n)(.*?)^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "records": records.table_of_records,
     **gpu.TABLES,
+    **serving.TABLES,
     **cpu.TABLES,
     **oracle.TABLES,
     **extraction.TABLES,

@@ -1,9 +1,9 @@
-"""The README's picture: tokens/s by batch without speculation, with vLLM's drafter and with this package's."""
+"""The README's picture: tokens/s without speculation, with vLLM's drafter and with this package's."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.tables import cpu, gpu
+from tools.tables import cpu, gpu, serving
 
 PICTURE = "docs/throughput.svg"
 COLOURS = {"no speculation": "#9a9a9a", "vLLM's drafter": "#d98c3f", "this package": "#2f6fb0"}
@@ -23,12 +23,13 @@ class Panel:
 
 
 def panels() -> list[Panel]:
-    on_gpu = [
-        Panel(f"H200, prompts of {run.prompt} tokens", run.batches, [gpu_speeds(run, batch) for batch in run.batches])
-        for run in (gpu.SHORT, gpu.LONG)
-    ]
+    served = serving.speeds()
     batches = [str(batch) for batch in cpu.cpu(256)["settings"]["batches"]]
-    return [*on_gpu, Panel("Two CPU cores, prompts of 256", batches, [cpu.cpu_speeds(256, batch) for batch in batches])]
+    return [
+        Panel("H200, as served, prompts of 256", list(served), list(served.values())),
+        Panel("H200, batches, prompts of 4096", gpu.LONG.batches, [gpu_speeds(gpu.LONG, x) for x in gpu.LONG.batches]),
+        Panel("Two CPU cores, batches of 256", batches, [cpu.cpu_speeds(256, batch) for batch in batches]),
+    ]
 
 
 def gpu_speeds(run: gpu.Run, batch: str) -> list[float]:
