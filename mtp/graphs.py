@@ -114,9 +114,7 @@ class PassGraphs:
     @torch.inference_mode()
     def capture(self, shape: PassShape) -> None:
         """Captures a pass whose requests are all padding: nothing is written to the draft's cache."""
-        self._static.pad(0, shape.num_reqs, num_rows=0)
-        if not shape.even:
-            self._lay_out(self.window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
+        self.pad_all(shape)
         self.run_static(shape)  # kernels are compiled and workspaces allocated outside of the graph
         if self._pool is None:
             # Of their own, shared among themselves: what the host's graphs leave in theirs is read after a replay.
@@ -196,19 +194,26 @@ class PassGraphs:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
         shape, num_reqs = replay.shape, seq_lens.shape[0]
-        self._static.fill(inputs, num_rows, seq_lens, shape.num_reqs)
-        if replay.window_starts is not None:
-            self._lay_out(replay.window_starts, inputs.prompt_token_ids)
+        window_starts = None if replay.window_starts is None else self._upload(replay.window_starts)
+        self._static.fill(inputs, num_rows, seq_lens, shape.num_reqs, window_starts)
         if self._host_tables is None or not shape.even:
-            for group, table in zip(self._groups, self._tables, strict=True):
-                table[:num_reqs].copy_(group.table(num_reqs))
+            tables = [table[:num_reqs] for table in self._tables]
+            torch._foreach_copy_(tables, [group.table(num_reqs) for group in self._groups])
         graph, drafts = self._graphs[shape]
         graph.replay()
         return drafts[:num_reqs].clone()
 
-    def _lay_out(self, window_starts: torch.Tensor, prompt_token_ids: torch.Tensor | None) -> None:
+    def pad_all(self, shape: PassShape) -> None:
+        """Makes all requests of the static inputs padding."""
+        self._static.pad(0, shape.num_reqs, num_rows=0)
+        self._static.prompt_token_ids.fill_(-1)
+        starts = self._upload(self.window_starts_of(torch.zeros(0, dtype=torch.int32), shape))
+        self._static.window_starts[: len(starts)].copy_(starts)
+
+    def _upload(self, window_starts: torch.Tensor) -> torch.Tensor:
         self._window_starts_cpu[: len(window_starts)] = window_starts
-        self._static.lay_out(async_tensor_h2d(window_starts, device=self._device), prompt_token_ids)
+        uploaded: torch.Tensor = async_tensor_h2d(window_starts, device=self._device)
+        return uploaded
 
     def _first(self, shape: PassShape) -> tuple[PassInputs, CommonAttentionMetadata]:
         """The first requests and rows of the static inputs, and metadata of sequences of any length."""

@@ -25,9 +25,7 @@ class EagerGraph:
     def __init__(self, graphs: Any, shape: "PassShape", drafts: torch.Tensor | None = None) -> None:
         self.graphs, self.shape = graphs, shape
         if drafts is None:
-            graphs._static.pad(0, shape.num_reqs, num_rows=0)
-            if not shape.even:
-                graphs._lay_out(graphs.window_starts_of(torch.zeros(0, dtype=torch.int32), shape), None)
+            graphs.pad_all(shape)
             drafts = graphs.run_static(shape)
         self.drafts: torch.Tensor = drafts
 

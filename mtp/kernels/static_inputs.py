@@ -70,27 +70,24 @@ class StaticInputs:
             rows, next_token_ids, history_slots, prompt_token_ids, seq_lens, window_starts, query_len, padding_slot
         )
 
-    def fill(self, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int) -> None:
+    def fill(
+        self,
+        inputs: PassInputs,
+        num_rows: int,
+        seq_lens: torch.Tensor,
+        size: int,
+        window_starts: torch.Tensor | None = None,
+    ) -> None:
         """Takes over a batch, and pads it to `size` requests.
 
         Args:
             num_rows: of the step; there may be more in `inputs`.
             seq_lens: `[num_reqs]` int32, rejected rows of the step counted in.
+            window_starts: `[size + 1]` int32, for a pass whose windows differ in their lengths; None: `window_starts`
+                and `prompt_token_ids` stay as they are, and are not read.
         """
         self.rows.hidden_states[:num_rows].copy_(inputs.rows.hidden_states[:num_rows])
-        fill_static_inputs(self, inputs, num_rows, seq_lens, size)
-
-    def lay_out(self, window_starts: torch.Tensor, prompt_token_ids: torch.Tensor | None) -> None:
-        """Takes over what only a pass with a prompt needs.
-
-        Args:
-            window_starts: `[size + 1]` int32.
-            prompt_token_ids: `[num_reqs, num_modules]`; None: no chunk ends before its prompt.
-        """
-        self.window_starts[: len(window_starts)].copy_(window_starts)
-        self.prompt_token_ids.fill_(-1)
-        if prompt_token_ids is not None:
-            self.prompt_token_ids[: len(prompt_token_ids)].copy_(prompt_token_ids)
+        fill_static_inputs(self, inputs, num_rows, seq_lens, size, window_starts)
 
     def pad(self, first: int, end: int, num_rows: int) -> None:
         """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
@@ -105,39 +102,58 @@ class StaticInputs:
 
 
 def fill_static_inputs(
-    static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int
+    static: StaticInputs,
+    inputs: PassInputs,
+    num_rows: int,
+    seq_lens: torch.Tensor,
+    size: int,
+    window_starts: torch.Tensor | None = None,
 ) -> None:
-    """All of `StaticInputs.fill` but the hidden states, in one launch in place of seven copies and four fills."""
+    """All of `StaticInputs.fill` but the hidden states, in one launch in place of up to nine copies and five fills."""
     if not has_kernels(static.seq_lens):
-        fill_static_inputs_by_ops(static, inputs, num_rows, seq_lens, size)
+        fill_static_inputs_by_ops(static, inputs, num_rows, seq_lens, size, window_starts)
         return
-    rows = inputs.rows
-    _fill[(triton.cdiv(max(num_rows, size), BLOCK_ROWS),)](
+    rows, prompt = inputs.rows, inputs.prompt_token_ids
+    _fill[(triton.cdiv(max(num_rows, size + 1), BLOCK_ROWS),)](
         rows.token_ids,
         rows.positions,
         rows.num_rejected,
         rows.query_start_loc,
         inputs.next_token_ids,
         static.history_slots if inputs.history_slots is None else inputs.history_slots,
+        static.prompt_token_ids if prompt is None else prompt,
         seq_lens,
+        static.window_starts if window_starts is None else window_starts,
         static.rows.token_ids,
         static.rows.positions,
         static.rows.num_rejected,
         static.rows.query_start_loc,
         static.next_token_ids,
         static.history_slots,
+        static.prompt_token_ids,
         static.seq_lens,
+        static.window_starts,
+        0 if prompt is None else prompt.stride(0),
+        0 if prompt is None else prompt.stride(1),
         seq_lens.shape[0],
         num_rows,
         size,
         static.query_len,
         static.padding_slot,
+        static.prompt_token_ids.shape[1],
+        window_starts is not None,
+        prompt is not None,
         BLOCK_ROWS,
     )
 
 
 def fill_static_inputs_by_ops(
-    static: StaticInputs, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor, size: int
+    static: StaticInputs,
+    inputs: PassInputs,
+    num_rows: int,
+    seq_lens: torch.Tensor,
+    size: int,
+    window_starts: torch.Tensor | None = None,
 ) -> None:
     num_reqs, rows = seq_lens.shape[0], inputs.rows
     static.rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
@@ -148,11 +164,16 @@ def fill_static_inputs_by_ops(
     if inputs.history_slots is not None:
         static.history_slots[:num_reqs].copy_(inputs.history_slots)
     static.seq_lens[:num_reqs].copy_(seq_lens)
+    if window_starts is not None:
+        static.window_starts[: size + 1].copy_(window_starts)
+        static.prompt_token_ids[:size].fill_(-1)
+        if inputs.prompt_token_ids is not None:
+            static.prompt_token_ids[:num_reqs].copy_(inputs.prompt_token_ids)
     if size > num_reqs:
         static.pad(num_reqs, size, num_rows)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_rows", "size"])
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "size", "prompt_row_stride", "prompt_stride"])
 def _fill(
     token_ids_ptr,
     positions_ptr,
@@ -160,22 +181,31 @@ def _fill(
     query_start_loc_ptr,
     next_token_ids_ptr,
     history_slots_ptr,
+    prompt_token_ids_ptr,
     seq_lens_ptr,
+    window_starts_ptr,
     out_token_ids_ptr,
     out_positions_ptr,
     out_num_rejected_ptr,
     out_query_start_loc_ptr,
     out_next_token_ids_ptr,
     out_history_slots_ptr,
+    out_prompt_token_ids_ptr,
     out_seq_lens_ptr,
+    out_window_starts_ptr,
+    prompt_row_stride,
+    prompt_stride,
     num_reqs,
     num_rows,
     size,
     QUERY_LEN: tl.constexpr,
     PADDING_SLOT: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
+    HAS_WINDOWS: tl.constexpr,
+    HAS_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Element i of a program is row i, request i, and the end of request i's rows."""
+    """Element i of a program is row i, request i, the end of request i's rows, and where its window begins."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = i < num_rows
     tl.store(out_token_ids_ptr + i, tl.load(token_ids_ptr + i, mask=is_row), mask=is_row)
@@ -190,3 +220,12 @@ def _fill(
     slots = tl.load(history_slots_ptr + i, mask=is_req, other=PADDING_SLOT)
     tl.store(out_history_slots_ptr + i, slots, mask=written)
     tl.store(out_seq_lens_ptr + i, tl.load(seq_lens_ptr + i, mask=is_req, other=0), mask=written)
+    if HAS_WINDOWS:
+        starts = tl.load(window_starts_ptr + i, mask=i < size + 1)
+        tl.store(out_window_starts_ptr + i, starts, mask=i < size + 1)
+        for module in tl.static_range(NUM_MODULES):
+            token_ids = tl.full([BLOCK], -1, tl.int32)
+            if HAS_PROMPT:
+                known = prompt_token_ids_ptr + i * prompt_row_stride + module * prompt_stride
+                token_ids = tl.load(known, mask=is_req, other=-1).to(tl.int32)
+            tl.store(out_prompt_token_ids_ptr + i * NUM_MODULES + module, token_ids, mask=written)

@@ -53,10 +53,19 @@ def test_slots_of_all_groups_are_those_of_the_reference(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "size", "with_history"),
-    [(1, 1, True), (3, 8, True), (70, 72, True), (128, 128, False), (5, 300, False)],
+    ("num_reqs", "size", "with_history", "windows", "chunk_ends"),
+    [
+        (1, 1, True, False, False),
+        (3, 8, True, False, False),
+        (70, 72, True, True, True),
+        (128, 128, False, True, True),
+        (255, 256, True, True, False),
+        (5, 300, False, True, True),
+    ],
 )
-def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(num_reqs: int, size: int, with_history: bool) -> None:
+def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(
+    num_reqs: int, size: int, with_history: bool, windows: bool, chunk_ends: bool
+) -> None:
     torch.manual_seed(num_reqs)
     starts = torch.cat([torch.zeros(1), torch.randint(1, 5, (num_reqs,)).cumsum(0)]).int().to(DEVICE)
     num_rows = int(starts[-1])
@@ -69,7 +78,10 @@ def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(num_reqs: int,
         starts,
     )
     slots = numbers(num_reqs, torch.int32) if with_history else None
-    inputs = PassInputs(rows, numbers(num_reqs, torch.int64), slots)
+    # As the V2 runner has them, which is by module.
+    prompt = torch.randint(-1, 9, (3, num_reqs), dtype=torch.int32, device=DEVICE).T if chunk_ends else None
+    inputs = PassInputs(rows, numbers(num_reqs, torch.int64), slots, prompt)
+    window_starts = numbers(size + 1, torch.int32) if windows else None
     seq_lens = numbers(num_reqs, torch.int32)
     ours, reference = (StaticInputs.make(300, 1200, 4, 3, 300, 8, torch.float32, DEVICE) for _ in range(2))
     for static in (ours, reference):
@@ -77,8 +89,8 @@ def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(num_reqs: int,
             x.fill_(POISON)
         static.history_slots.fill_(300)
         static.rows.query_start_loc[0] = 0
-    ours.fill(inputs, num_rows, seq_lens, size)
-    fill_static_inputs_by_ops(reference, inputs, num_rows, seq_lens, size)
+    ours.fill(inputs, num_rows, seq_lens, size, window_starts)
+    fill_static_inputs_by_ops(reference, inputs, num_rows, seq_lens, size, window_starts)
     reference.rows.hidden_states[:num_rows] = rows.hidden_states[:num_rows]
     for x, wanted in zip(tensors_of(ours), tensors_of(reference), strict=True):
         assert torch.equal(x, wanted)
@@ -86,7 +98,8 @@ def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(num_reqs: int,
 
 def tensors_of(static: StaticInputs) -> list[torch.Tensor]:
     rows = [getattr(static.rows, field.name) for field in dataclasses.fields(static.rows)]
-    return [*rows, static.next_token_ids, static.history_slots, static.seq_lens]
+    by_request = [static.next_token_ids, static.history_slots, static.prompt_token_ids, static.seq_lens]
+    return [*rows, *by_request, static.window_starts]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +110,7 @@ def test_norms_are_the_hosts(vllm_config, size: int, dtype: torch.dtype) -> None
     norm.weight.data.normal_()
     wide = torch.randn(7, 3 * 2 * size + 5, device=DEVICE).to(dtype)
     inputs = [wide[:, 5 : 5 + size], wide[:, 5:].view(7, 6, size)[:, 2:4]]
-    expected = [norm.forward_native(x) for x in inputs]
+    expected = [norm.forward_native(x.contiguous()) for x in inputs]  # vLLM's kernel wants aligned rows
     assert fuse_gemma_norms(torch.nn.Sequential(norm)) == 1
     for x, host in zip(inputs, expected, strict=True):
         ours = norm(x)
