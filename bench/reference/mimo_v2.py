@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,7 +54,7 @@ class DenseMiMoV2(DenseModel):
         for kind in ("weight", "bias"):
             fused = weights.pop(f"self_attn.qkv_proj.{kind}", None)
             if fused is not None:
-                parts = split_fused(fused, attention, self.config["num_key_value_heads"])
+                parts = split_fused(fused, attention)
                 weights |= {f"self_attn.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
         return Layer(attention, self.eps, weights, NO_EXPERTS)
 
@@ -68,18 +67,18 @@ class DenseMiMoV2(DenseModel):
         return F.linear(hidden, self.head)
 
 
-def split_fused(fused: Tensor, attention: Attention, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The projections of queries, keys and values out of one, whose rows are `chunks` times some heads of each.
+def split_fused(fused: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """The projections of queries, keys and values out of one, whose rows are those of each, in this order.
 
-    A published checkpoint has as many chunks as a full layer has heads of keys, in its sliding layers, too.
+    (Quantised, the published checkpoints have them in another order, by the ranks that they were made for.)
     """
-    sizes = (
-        attention.num_heads * attention.head_dim,
-        attention.num_kv_heads * attention.head_dim,
-        attention.num_kv_heads * attention.value_size,
+    query, key, value = fused.split(
+        [
+            attention.num_heads * attention.head_dim,
+            attention.num_kv_heads * attention.head_dim,
+            attention.num_kv_heads * attention.value_size,
+        ]
     )
-    pieces = [chunk.split([size // chunks for size in sizes]) for chunk in fused.chunk(chunks)]
-    query, key, value = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     return query, key, value
 
 

@@ -1,7 +1,9 @@
 """MiMo-V2's draft with all modules of the checkpoint, where vLLM's model has the first one."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.mimo_v2_mtp import MiMoV2MTP, MiMoV2MTPLayer, MiMoV2OmniMTP
@@ -11,7 +13,7 @@ from proposers.architecture import architecture_of
 
 
 class _AllModules(nn.Module):
-    """Adds the modules after the first; loading, selecting and running one is vLLM's for any number."""
+    """Adds the modules after the first; selecting and running one is vLLM's for any number."""
 
     model: Any
 
@@ -31,6 +33,28 @@ class _AllModules(nn.Module):
                 quant_config=vllm_config.quant_config,
             )
         predictor.num_mtp_layers = count
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(self._taken_apart(weights))  # type: ignore[misc]
+        return loaded
+
+    def _taken_apart(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Fused projections that are not quantised as three, of which each rank then takes its heads.
+
+        vLLM's model gives every rank a slice of all rows instead, which for one rank only is right; its target has them
+        as here: queries, then keys, then values. (Quantised ones come in another order, and are left to it.)
+        """
+        for name, tensor in weights:
+            prefix, found, kind = name.rpartition(".qkv_proj.")
+            if not found or ".mtp." not in name or kind not in ("weight", "bias") or tensor.element_size() < 2:
+                yield name, tensor
+                continue
+            attention: Any = self.get_submodule(prefix)
+            heads = (attention.total_num_heads, attention.total_num_kv_heads, attention.total_num_kv_heads)
+            head_sizes = (attention.head_dim, attention.head_dim, attention.v_head_dim)
+            parts = tensor.split([count * size for count, size in zip(heads, head_sizes, strict=True)])
+            for part, rows in zip("qkv", parts, strict=True):
+                yield f"{prefix}.{part}_proj.{kind}", rows
 
 
 class MiMoV2Modules(_AllModules, MiMoV2MTP):

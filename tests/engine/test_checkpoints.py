@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.children import TINY
+from tests.support.children import MIMO_V2, TINY
 from tests.support.engine_arguments import ENGINE, mtp
-
-MIMO_V2 = str(Path(TINY).with_name("tiny-mimo-v2"))
 
 
 def with_config(folder: Path, source: str = TINY, **changes: Any) -> str:

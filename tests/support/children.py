@@ -9,6 +9,7 @@ from bench import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "assets" / "tiny-step3p5")
+MIMO_V2 = str(ROOT / "assets" / "tiny-mimo-v2")
 TIME_LIMIT_S = 400
 
 

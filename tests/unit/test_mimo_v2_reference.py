@@ -1,7 +1,6 @@
 """The dense reference of MiMo-V2 against the model that is trained, which was written apart from it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,12 +112,10 @@ def test_the_modules_take_the_targets_normed_state(folder: Path) -> None:
 
 
 def test_fused_projections_are_taken_apart(folder: Path, tmp_path: Path) -> None:
-    # As in published checkpoints: a chunk per head of a full layer's keys, with its heads of queries, keys and values.
-    chunks = CONFIG.num_full_kv_heads
     tensors = load_file(folder / "model.safetensors")
     for prefix in sorted({name.partition(".q_proj")[0] for name in tensors if ".q_proj" in name}):
-        parts = [tensors.pop(f"{prefix}.{name}_proj.weight").chunk(chunks) for name in "qkv"]
-        tensors[f"{prefix}.qkv_proj.weight"] = torch.cat([part[i] for i in range(chunks) for part in parts])
+        parts = [tensors.pop(f"{prefix}.{name}_proj.weight") for name in "qkv"]
+        tensors[f"{prefix}.qkv_proj.weight"] = torch.cat(parts)
     write(tmp_path, tensors)
     for ours, theirs in zip(all_logits(tmp_path), all_logits(folder), strict=True):
         assert torch.equal(ours, theirs)
@@ -126,16 +123,8 @@ def test_fused_projections_are_taken_apart(folder: Path, tmp_path: Path) -> None
 
 def test_fused_projections_may_have_smaller_heads_of_values() -> None:
     attention = Attention(4, 2, 3, None, 2, 1e4, gated=False, value_dim=1)
-    rows = torch.arange(20)[:, None]  # chunks of 6 rows of queries, 3 of keys and 1 of values
-    query, key, value = split_fused(rows, attention, 2)
-    assert query.flatten().tolist() == [*range(6), *range(10, 16)]
-    assert key.flatten().tolist() == [6, 7, 8, 16, 17, 18]
-    assert value.flatten().tolist() == [9, 19]
-    assert [len(part) for part in split_fused(rows[:17], replace(attention, num_kv_heads=1, value_dim=2), 1)] == [
-        12,
-        3,
-        2,
-    ]
+    query, key, value = split_fused(torch.arange(20)[:, None], attention)
+    assert [part.flatten().tolist() for part in (query, key, value)] == [[*range(12)], [*range(12, 18)], [18, 19]]
 
 
 def test_experts_are_refused(folder: Path, tmp_path: Path) -> None:
