@@ -44,6 +44,16 @@ def cpu_acceptance() -> str:
     return table(head, rows)
 
 
+def mimo_v2_acceptance() -> str:
+    rows = []
+    for mode, label in (("upstream", "vLLM's V1 proposer, the first module for every draft"), ("ours", "this package")):
+        entry = record("mimo-v2-k3")["modes"][mode]
+        by_position = " ".join(f"{share:.2f}" for share in entry["acceptance_per_position"])
+        length, share = f"{entry['acceptance_length']:.2f}", show_ratio(entry["acceptance_vs_reference"])
+        rows.append([label, length, share, by_position])
+    return table(["drafts by", "acceptance length", "of what exact drafts reach", "accepted by position"], rows)
+
+
 def cpu_says() -> str:
     over_theirs, over_none, slower = [], [], []
     for prompt in CPU_PROMPTS:
@@ -84,6 +94,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-tokens": cpu_tokens,
     "cpu-acceptance": cpu_acceptance,
     "cpu-says": cpu_says,
+    "mimo-v2-acceptance": mimo_v2_acceptance,
     "cost": cost,
     "cpu-before-after": before_and_after,
 }
