@@ -53,9 +53,10 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         self._owners: list[str | None] = [None] * self.max_num_reqs
         self._may_capture = False
         self._draft_steps = torch.arange(self.plan.num_speculative_tokens, device=device)
+        options = Options.of(vllm_config)
         # The host's buffers for sampling have no room for the request that has what is left over.
         if self.draft_logits is None:
-            self.max_captured_rows = min(Options.of(vllm_config).captured_rows, self._max_rows)
+            self.max_captured_rows = min(options.captured_rows, self._max_rows)
         if depth > 0:
             self.history = History(depth, self.max_num_reqs, self.hidden_size, self.dtype, (), device)
 
