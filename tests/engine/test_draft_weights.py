@@ -97,12 +97,6 @@ def test_modules_that_are_not_quantised_draft_as_they_are(names: list[str], mimo
     assert length(ours) >= length(rightly) > 1.3
 
 
-def test_vllms_own_drafts_of_them_come_from_scales_that_nobody_set(mimo: str, tmp_path: Path) -> None:
-    rightly = draft(ignoring(mimo, tmp_path / "rightly", AS_VLLM_NAMES_THEM), mode="upstream")
-    host = draft(ignoring(mimo, tmp_path / "host", IGNORED[0]), mode="upstream")
-    assert length(host) != length(rightly)
-
-
 def test_modules_that_are_quantised_draft_as_quantised(mimo: str, tmp_path: Path) -> None:
     ours = draft(quantised(mimo, tmp_path, ["lm_head"], keep="input_proj"))
     assert "are not quantised" not in ours.log

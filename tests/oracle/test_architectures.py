@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bench.oracle.schedules import SETUPS
-from bench.reference import TINY_CHECKPOINTS
 from tests.support.children import ROOT, run_command
 from tests.support.oracle_children import assert_clean
 
@@ -31,9 +30,13 @@ def oracle(name: str, runner: str, *setups: str, mode: str = "on") -> dict[str, 
     return report
 
 
-@pytest.mark.parametrize("name", TINY_CHECKPOINTS)
+# Those of one module where there is no other; MiMo is in the oracle's own schedules. (All have records.)
+NAMES = ("glm4-moe", "ernie4.5-moe", "exaone-moe-two-modules", "qwen3.5-two-modules")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_row_and_every_draft_is_right(name: str) -> None:
-    report = oracle(name, "v1", "chunks", "preemption" if TINY_CHECKPOINTS[name].recurrent else "K by batch, from 0")
+    report = oracle(name, "v1", "chunks")
     assert_clean(report)
     assert report["rows_checked"] > 4_000
     assert report["drafts_checked"] > 100
@@ -49,9 +52,8 @@ def test_it_sees_the_token_that_vllms_own_proposer_gives_the_end_of_a_chunk() ->
     assert "which is known" in report["first_mismatch"]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-two-modules", "exaone-moe-two-modules"])
-def test_every_row_and_every_draft_is_right_on_v2(name: str) -> None:
-    assert_clean(oracle(name, "v2", "chunks"))
+def test_every_row_and_every_draft_of_two_modules_is_right_on_v2() -> None:
+    assert_clean(oracle("exaone-moe-two-modules", "v2", "chunks"))
 
 
 def test_a_draft_of_several_modules_runs_each_of_them_where_the_host_compiles_models() -> None:
