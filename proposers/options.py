@@ -13,9 +13,12 @@ class Options:
     Attributes:
         captured_rows: the largest draft pass of a step with a prompt that is captured as a CUDA graph, in rows; 0: none
             is. Larger ones are run eagerly.
+        adapt_drafts: the number of drafts of each step is chosen by measured step times and acceptance, from 0 to the
+            configured number (`proposers/adaptive.py`).
     """
 
     captured_rows: int = 2048
+    adapt_drafts: bool = False
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Options":
@@ -36,4 +39,6 @@ class Options:
         rows = options.captured_rows
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise ValueError(f"additional_config has captured_rows={rows!r}: give a number of rows, or 0 for none.")
+        if not isinstance(options.adapt_drafts, bool):
+            raise ValueError(f"additional_config has adapt_drafts={options.adapt_drafts!r}: give true or false.")
         return options

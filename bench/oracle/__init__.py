@@ -127,7 +127,7 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
         and (gpus or setup.checkpoint != "narrow")
         and (setup.any_model or architecture_of(model) == setup.architecture)
-        and not (tiny and tiny.recurrent and (setup.k_by_batch or not setup.hybrid))
+        and not (tiny and tiny.recurrent and (setup.k_by_batch or setup.adaptive or not setup.hybrid))
     ]
     chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]
     if not chosen:

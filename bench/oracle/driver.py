@@ -1,6 +1,7 @@
 """Runs random schedules on real engines in this process, under the eyes of a `Watcher`."""
 
 import gc
+import itertools
 import os
 import random
 import sys
@@ -23,6 +24,7 @@ from bench.oracle.variants import checkpoint, dense_model, drafter_of
 from bench.oracle.watch import Continuation, Watcher
 from bench.oracle.watch_rows import RowsWatcher
 from bench.reference.dense import Reference, read_config
+from proposers.adaptive import Controller
 
 MAX_STEPS_TO_DRAIN = 2000
 
@@ -306,6 +308,8 @@ def _watched_engine(
         stack.enter_context(drafter_of(setup))
         engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype)))
         stack.enter_context(_counting_grammar_cuts(engine, report))
+        if setup.adaptive:
+            _change_drafts_often(engine, setup)
         stack.enter_context(plant(engine) if plant is not None else nullcontext())
         if setup.replayed:
             stack.enter_context(replaying(engine.drafter, setup.graph_sizes, report.events))
@@ -323,6 +327,19 @@ def _watched_engine(
             greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
         )
         yield engine, watcher
+
+
+def _change_drafts_often(engine: Engine, setup: Setup) -> None:
+    """Random step times, the same for every run of a seed, and probes that follow one another.
+
+    Raises:
+        AssertionError: no controller chooses the number of drafts there.
+    """
+    scheduler = engine.core.scheduler
+    assert isinstance(scheduler.dynamic_sd_lookup, Controller)
+    rng = random.Random(setup.name)
+    times = itertools.accumulate(iter(lambda: rng.uniform(0.5, 1.5), None))
+    scheduler.dynamic_sd_lookup = Controller(setup.k, clock=lambda: next(times), probe_every=3)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from proposers.options import KEY
+
 BLOCK_SIZE = 32  # the smallest that the CPU's attention takes
 
 
@@ -15,6 +17,7 @@ class Setup:
     Attributes:
         k: the most drafts a step may ask for.
         spare: positions that the engine has after the longest request.
+        adaptive: a controller chooses the drafts of each step, by a clock that has no rhyme or reason.
         k_by_batch: `(from, to, drafts)` by number of scheduled requests; None: always `k`.
         num_blocks: of the whole KV cache, of all groups together.
         crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
@@ -38,6 +41,7 @@ class Setup:
     name: str
     k: int = 3
     k_by_batch: tuple[tuple[int, int, int], ...] | None = None
+    adaptive: bool = False
     max_model_len: int = 320
     spare: int = 0
     max_num_seqs: int = 6
@@ -86,6 +90,7 @@ class Setup:
             "enable_prefix_caching": self.prefix_caching,
             "disable_hybrid_kv_cache_manager": not self.hybrid,
             "speculative_config": speculative,
+            "additional_config": {KEY: {"adapt_drafts": self.adaptive}},
             "async_scheduling": self.overlapped,
             "disable_log_stats": True,
             "tensor_parallel_size": self.ranks,
@@ -132,6 +137,8 @@ SETUPS = (
     Setup("overlapped", overlapped=True, weight=3),
     Setup("overlapped preemption", overlapped=True, num_blocks=32, crowd=True, prefix_caching=False),
     Setup("overlapped, K by batch", overlapped=True, k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("adaptive", adaptive=True, num_blocks=36, crowd=True),
+    Setup("adaptive, overlapped", adaptive=True, overlapped=True, k=6, num_blocks=60),
     Setup("compiled", compiled=True, v2=False, weight=1),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}, v2=False),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),

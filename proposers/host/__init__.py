@@ -1,6 +1,7 @@
 """The ledger of host patches: what is changed in vLLM, file by file of this folder, each patch beside its reason."""
 
 from proposers.host import (
+    adaptive,
     draft_config,
     drafting,
     extraction,
@@ -9,6 +10,7 @@ from proposers.host import (
     rejection_sampling,
     routing,
     start_up,
+    step_outputs,
 )
 from proposers.host.patching import Patch
 
@@ -19,9 +21,11 @@ ON: tuple[Patch, ...] = (
     draft_config.PATCHES
     + loading.PATCHES
     + drafting.PATCHES
+    + adaptive.PATCHES
     + prefix_cache.PATCHES
     + routing.PATCHES
     + extraction.PATCHES
+    + step_outputs.PATCHES
 )
 """In the mode `on` only."""
 

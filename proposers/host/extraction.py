@@ -316,26 +316,6 @@ def leave_room_for_rows(original: Any) -> Any:
     return get_kv_cache_config_from_groups
 
 
-# The connector.
-
-
-@patch(
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-    ("self", "scheduler_output", "model_runner_output"),
-    why="a finished output leaves in the step in which the request ends, and a connector's transfers begin in the "
-    "next: the path in it would be that of a file which doesn't exist yet, or never will.",
-    upstream="none yet",
-    until="a connector can hold back the outputs of requests whose transfer is not done",
-)
-def hold_back_until_written(original: Any) -> Any:
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        outputs = original(self, scheduler_output, model_runner_output)
-        hold_back = getattr(self.connector, "hold_back", None)
-        return outputs if hold_back is None else hold_back(outputs)
-
-    return update_from_output
-
-
 PATCHES = (
     draft_nothing,
     copy_as_given,
@@ -348,5 +328,4 @@ PATCHES = (
     bill_rows,
     bill_rows_by_builder,
     leave_room_for_rows,
-    hold_back_until_written,
 )

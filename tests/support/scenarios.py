@@ -159,6 +159,20 @@ def crowded(llm: LLM) -> dict[str, Any]:
     return {"tokens": greedy(llm, texts, 80), **state(llm)}
 
 
+def adaptive(llm: LLM) -> dict[str, Any]:
+    """Long generations in small batches, and how often which number of drafts was chosen."""
+    texts = held_out_prompts(llm.get_tokenizer(), 6, 60)
+    tokens = greedy(llm, texts, 200)
+    lookup = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    if lookup is None:
+        return {"tokens": tokens, "chosen": {}}
+    return {"tokens": tokens, "chosen": dict(lookup.chosen), "times": lookup.step_times()}
+
+
+def adaptive_asynchronous(llm: LLM) -> dict[str, Any]:
+    return adaptive(llm)
+
+
 def rates(llm: LLM) -> dict[str, Any]:
     """Enough drafts for acceptance rates worth a floor."""
     texts = held_out_prompts(llm.get_tokenizer(), 16, 200)
@@ -289,7 +303,7 @@ def allow_async_scheduling() -> None:
     torch.cuda.current_stream = lambda device=None: None
 
 
-asynchronous.prepare = allow_async_scheduling
+asynchronous.prepare = adaptive_asynchronous.prepare = allow_async_scheduling
 
 
 def observed(llm: LLM, count: int, length: int, max_tokens: int) -> dict[str, Any]:

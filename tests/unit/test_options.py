@@ -19,6 +19,7 @@ def test_nothing_has_to_be_chosen(nothing: Any) -> None:
 
 def test_what_is_chosen_holds() -> None:
     assert options({"mtp_proposers": {"captured_rows": 0}}).captured_rows == 0
+    assert options({"mtp_proposers": {"adapt_drafts": True}}) == Options(adapt_drafts=True)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ def test_what_is_chosen_holds() -> None:
         ({"captured_rows": -1}, "captured_rows=-1: give a number of rows, or 0"),
         ({"captured_rows": True}, "captured_rows=True"),
         ({"captured_rows": "2048"}, "captured_rows='2048'"),
+        ({"adapt_drafts": 1}, "adapt_drafts=1: give true or false"),
+        ({"adapt_drafts": "yes"}, "adapt_drafts='yes'"),
     ],
 )
 def test_what_does_not_exist_is_refused(given: Any, said: str) -> None:
