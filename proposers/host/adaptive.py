@@ -85,6 +85,38 @@ def every_number(max_drafts: int, max_num_seqs: int) -> list[tuple[int, int, int
 
 
 @patch(
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+    ("self",),
+    why="a decode graph is looked for among those of the next larger number of tokens only. With graphs for several "
+    "K's those are often for another K, and so many batch sizes find none, though there is a larger one for their K.",
+    upstream="none yet",
+    until="vLLM looks for a decode graph among all that a step fits in",
+)
+def find_graphs_of_every_number(original: Any) -> Any:
+    def _init_candidates(self: Any) -> None:
+        original(self)
+        if Options.of(self.vllm_config).adapt_drafts:
+            for descs in self._capture_descs.values():
+                add_larger_graphs(self._candidates, [desc for desc in descs if desc.uniform_token_count is not None])
+
+    return _init_candidates
+
+
+def add_larger_graphs(candidates: dict[tuple[int, int], list[Any]], descs: list[Any]) -> None:
+    """Has a step find the smallest graph of its own K, whatever K those of a size between them are for.
+
+    Args:
+        candidates: the host's, by number of tokens and of LoRAs, in the order in which they are tried; extended. They
+            go before the others, since a graph of one K doesn't run a step that another could.
+        descs: of the captured decode graphs, the largest first.
+    """
+    for (num_tokens, num_loras), found in candidates.items():
+        fitting = [desc for desc in descs if desc.num_tokens >= num_tokens and desc.num_active_loras == num_loras]
+        smallest = {(desc.uniform_token_count, desc.num_ubatches): desc for desc in fitting}
+        found[:0] = [desc for desc in smallest.values() if desc not in found]
+
+
+@patch(
     "vllm.v1.core.sched.scheduler:Scheduler.__init__",
     ("self", "vllm_config", ...),
     why="the table of K by batch size, which the scheduler asks in every step, is the place to choose K.",
@@ -169,4 +201,10 @@ def report_at_the_end(original: Any) -> Any:
     return shutdown
 
 
-PATCHES = (capture_every_number, choose_by_a_controller, count_accepted_drafts, report_at_the_end)
+PATCHES = (
+    capture_every_number,
+    find_graphs_of_every_number,
+    choose_by_a_controller,
+    count_accepted_drafts,
+    report_at_the_end,
+)

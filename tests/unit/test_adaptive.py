@@ -1,5 +1,6 @@
 """The controller of the number of drafts, on simulated steps: what they take and what is accepted is given."""
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from proposers.adaptive import ENOUGH, Acceptance, Cell, Controller, Estimate, StepTimes
 from proposers.host import adaptive
@@ -303,6 +306,50 @@ def test_every_number_of_drafts_is_in_the_table_if_there_are_as_many_requests(
     # Graphs of a number are captured up to its largest batch.
     largest = [max(n for n, k in enumerate(lookup, 1) if k == wanted) for wanted in set(lookup)]
     assert min(largest) >= max_num_seqs - max_drafts
+
+
+def test_every_number_of_drafts_has_a_graph_for_every_batch_that_is_no_larger_than_its_graphs() -> None:
+    k, requests = 3, 64
+    speculative = SimpleNamespace(
+        uses_dynamic_speculative_decoding=lambda: True,
+        num_speculative_tokens_per_batch_size=adaptive.every_number(k, requests),
+    )
+    manager = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sorted({n * (1 + i) for n in (1, 2, 4, *range(8, 65, 8)) for i in range(1 + k)}),
+            max_cudagraph_capture_size=256,
+        ),
+        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+        max_num_reqs=requests,
+        decode_query_len=1 + k,
+        vllm_config=SimpleNamespace(
+            speculative_config=speculative,
+            num_speculative_tokens=k,
+            additional_config={"mtp_proposers": {"adapt_drafts": True}},
+        ),
+        varlen_decode=False,
+        lora_capture_cases=[0],
+        _maybe_ubatch_twin=lambda desc: None,
+        _candidates={},
+        _capture_descs={},
+        _graphs_captured=True,
+        _resolve_effective_loras=lambda num_loras: num_loras,
+    )
+
+    def without_a_graph() -> set[tuple[int, int]]:
+        steps = {(drafts, n) for drafts in range(1 + k) for n in range(1, 1 + requests)}
+        dispatch = CudaGraphManager.dispatch
+        modes = {step: dispatch(manager, step[1], step[1] * (1 + step[0]), 1 + step[0], 0).cg_mode for step in steps}
+        return {step for step, mode in modes.items() if mode is CUDAGraphMode.NONE}
+
+    init_candidates = inspect.unwrap(CudaGraphManager._init_candidates)
+    init_candidates(manager)
+    assert without_a_graph()  # else the patch can go
+    manager._candidates.clear()
+    adaptive.find_graphs_of_every_number.replace(init_candidates)(manager)
+    assert without_a_graph() == set()
+    # A step is padded no further than it has to be.
+    assert CudaGraphManager.dispatch(manager, 5, 15, 3, 0).num_reqs <= 8
 
 
 def config(**more: Any) -> Any:
