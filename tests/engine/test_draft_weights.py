@@ -38,28 +38,27 @@ def length(outcome: Run) -> float:
 # Tensors that are missing.
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("self_attn.k_proj.weight",),
-        ("self_attn.o_proj.weight",),
-        ("mlp.up_proj.weight", "mlp.down_proj.weight"),
-        ("shared_head.output.weight",),
-    ],
-    ids=lambda names: names[0],
+LACKING = (
+    "self_attn.k_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "shared_head.output.weight",
 )
-def test_a_module_that_lacks_a_tensor_is_refused_by_its_name(names: tuple[str, ...], tmp_path: Path) -> None:
-    model = without(TINY, tmp_path, *(f"{MODULE}.{name}" for name in names))
+
+
+def test_a_module_that_lacks_tensors_is_refused_by_their_names(tmp_path: Path) -> None:
+    model = without(TINY, tmp_path, *(f"{MODULE}.{name}" for name in LACKING))
     with pytest.raises(ChildFailedError) as failed:
         draft(model)
     message = str(failed.value)
-    assert f"has no weights for {len(names)} parts of its MTP layers" in message
-    for name in names:
+    assert f"has no weights for {len(LACKING)} parts of its MTP layers" in message
+    for name in LACKING:
         assert f"{MODULE}.{name}" in message.replace("shared_head.head", "shared_head.output")
     assert "MTP_PROPOSERS=upstream" in message
 
 
-@pytest.mark.parametrize("name", ["self_attn.k_proj.weight", "self_attn.v_proj.bias", "self_attn.o_proj.weight"])
+@pytest.mark.parametrize("name", ["self_attn.v_proj.bias"])
 def test_so_is_one_whose_layers_have_other_names_in_the_checkpoint(name: str, mimo: str, tmp_path: Path) -> None:
     model = without(mimo, tmp_path, f"{MIMO_MODULE}.{name}")
     with pytest.raises(ChildFailedError, match=f"1 parts of its MTP layers: {MIMO_MODULE}.{name}"):

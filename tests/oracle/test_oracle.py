@@ -90,10 +90,9 @@ def test_every_rank_holds_its_own_heads_of_every_row() -> None:
         assert reports[0]["events"] == two_ranks()[0][0]["events"]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_ranks_agree_on_the_token_of_each_steps_own_head_without_its_logits(runner: str) -> None:
+def test_ranks_agree_on_the_token_of_each_steps_own_head_without_its_logits() -> None:
     reports: Any = run_child(
-        "ranked_faults", runner=runner, seed=9, setup="two ranks, local argmax", faults=[["none"]] * 2
+        "ranked_faults", runner="v2", seed=9, setup="two ranks, local argmax", faults=[["none"]] * 2
     )
     for (report,) in reports:
         assert_clean(report)
