@@ -1,5 +1,6 @@
 """vLLM's OpenAI server with the plugin drafts, streams and ends."""
 
+import signal
 import sys
 import time
 from pathlib import Path
