@@ -38,7 +38,7 @@ _references: dict[str, Build] = {
 
 @dataclass(frozen=True, slots=True)
 class TinyCheckpoint:
-    """A checkpoint with random weights that is written where it is wanted.
+    """A checkpoint, most with random weights, that is written where it is wanted.
 
     Attributes:
         write: into a folder, which need not be there.
@@ -62,6 +62,7 @@ HYBRID: dict[str, Any] = {"dtype": "bfloat16", "setup": {"prefix_caching": False
 
 TINY_CHECKPOINTS = {
     "mimo": TinyCheckpoint(_from("mimo_checkpoint:write_checkpoint")),
+    "mimo-v2": TinyCheckpoint(_from("mimo_v2:copy_trained"), blocks=2.2),
     "glm4-moe": TinyCheckpoint(_from("glm4_moe_checkpoint:write_checkpoint")),
     "exaone-moe": TinyCheckpoint(_from("exaone_moe_checkpoint:write_checkpoint"), blocks=1.0),
     "exaone-moe-two-modules": TinyCheckpoint(_from("exaone_moe_checkpoint:write_two_sliding_modules"), blocks=1.0),

@@ -1,5 +1,6 @@
 """MiMo-V2 in plain float32 torch: full and sliding layers, and modules that all take the target's normed state."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from bench.reference.dense import (
     with_prefix,
 )
 
+# Only a checkout has it.
+TRAINED = Path(__file__).resolve().parents[2] / "assets" / "tiny-mimo-v2"
 NO_EXPERTS = Routing(1, "softmax", False, 1.0)
 
 
@@ -98,3 +101,14 @@ def _attention(config: dict[str, Any], sliding: bool) -> Attention:
         value_dim=config.get(f"{prefix}v_head_dim"),
         value_scale=config.get("attention_value_scale") or 1.0,
     )
+
+
+def copy_trained(folder: Path) -> None:
+    """Copies the trained tiny model.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not TRAINED.is_dir():
+        raise ValueError(f"There is no trained MiMo-V2 at {TRAINED}, as there is in a checkout: give --model instead.")
+    shutil.copytree(TRAINED, folder, dirs_exist_ok=True)
