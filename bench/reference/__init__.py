@@ -105,7 +105,5 @@ def architecture_of(folder: Path) -> str | None:
 
 
 def count_modules(folder: Path) -> int:
-    """How many modules a checkpoint's config names; one, where it names none."""
-    config = json.loads((folder / "config.json").read_text())
-    config |= config.get("text_config") or {}
-    return int(config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 1)
+    """How many modules a checkpoint has. Raises what `dense_model` does."""
+    return dense_model(folder).num_modules
