@@ -102,7 +102,8 @@ def settle_modules(entry: "Architecture", config: Any, given: Any) -> None:
             "Download the checkpoint again."
         )
     if key is not None:
-        config.update({key: found if said is None else said, "n_predict": found if said is None else said})
+        count = found if said is None else said
+        config.update({key: count, "n_predict": count})
 
 
 def _check_modules(checkpoint: str, key: str | None, said: int | None, found: int) -> None:

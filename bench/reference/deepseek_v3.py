@@ -27,6 +27,8 @@ from bench.reference.dense import (
 class DenseDeepseekV3(DenseModel):
     """The weights of a DeepSeek-V3 checkpoint. Its module's norm is before its head and before its next step."""
 
+    embeds_row_0 = False
+
     def __init__(self, folder: Path) -> None:
         self.config = config = read_config(folder)
         refuse_expert_groups(config)
@@ -34,8 +36,7 @@ class DenseDeepseekV3(DenseModel):
             raise NotImplementedError(f"The config scales its rotary embedding ({config['rope_scaling']}).")
         self.hidden_states_flow, self.eps = True, config["rms_norm_eps"]
         tensors = read_tensors(folder)
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = tensors["lm_head.weight"]
+        self.take_ends(tensors)
         num_layers = config["num_hidden_layers"]
         self.target, self.modules = (
             [self._layer(with_prefix(tensors, f"model.layers.{index}.")) for index in indices]
@@ -57,16 +58,6 @@ class DenseDeepseekV3(DenseModel):
 
     def module_logits(self, module: int, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head)
-
-    def module_input(self, module: int, tokens: Tensor, hidden: Tensor, first: int) -> Tensor:
-        """`eh_proj([enorm(embedding), hnorm(hidden)])`; row 0 gets no embedding, as vLLM's model has it."""
-        weights = self.modules[module].weights
-        embedding = self.embeddings[tokens]
-        if first == 0:
-            embedding[:1] = 0.0
-        embedding = rms_norm(embedding, weights["enorm.weight"], self.eps)
-        hidden = rms_norm(hidden, weights["hnorm.weight"], self.eps)
-        return F.linear(torch.cat([embedding, hidden], dim=-1), weights["eh_proj.weight"])
 
 
 class LatentLayer(Layer):

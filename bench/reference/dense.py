@@ -253,7 +253,11 @@ class DenseModel:
 
     Attributes:
         hidden_states_flow: module i takes the hidden states of module i - 1; else every module takes the target's.
+        embeds_row_0: a module's first row has an embedding. vLLM's models of some architectures leave it out, whatever
+            the checkpoint's own code says of it, and it is vLLM's model that a drafter runs.
     """
+
+    embeds_row_0 = True
 
     def __init__(self, folder: Path, *, hidden_states_flow: bool = True) -> None:
         self.config = config = read_config(folder)
@@ -261,9 +265,7 @@ class DenseModel:
         self.eps: float = config["rms_norm_eps"]
         # The norms' gains are one more than the checkpoint says.
         tensors = {name: t + 1.0 if "norm." in name else t for name, t in read_tensors(folder).items()}
-        self.embeddings = tensors["model.embed_tokens.weight"]
-        self.norm = tensors["model.norm.weight"]
-        self.head = self.embeddings if config.get("tie_word_embeddings") else tensors["lm_head.weight"]
+        self.take_ends(tensors)
         num_layers = config["num_hidden_layers"]
         layers = [
             _step_layer(config, index, with_prefix(tensors, f"model.layers.{index}."))
@@ -271,9 +273,21 @@ class DenseModel:
         ]
         self.target, self.modules = layers[:num_layers], layers[num_layers:]
 
+    def take_ends(self, tensors: dict[str, Tensor]) -> None:
+        """The embeddings, the final norm and the head, out of a checkpoint's tensors."""
+        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+        self.head = self.embeddings if self.config.get("tie_word_embeddings") else tensors["lm_head.weight"]
+
     @property
     def num_modules(self) -> int:
         return len(self.modules)
+
+    def embed(self, tokens: Tensor, first: int) -> Tensor:
+        """The embeddings `[rows, hidden_size]` that a module's rows from `first` on take."""
+        embedding = self.embeddings[tokens]
+        if first == 0 and not self.embeds_row_0:
+            embedding[:1] = 0.0
+        return embedding
 
     def target_state(self, hidden: Tensor) -> Tensor:
         """What the modules take of the target, of its hidden states `[rows, hidden_size]` before the final norm."""
@@ -292,7 +306,7 @@ class DenseModel:
     def module_input(self, module: int, tokens: Tensor, hidden: Tensor, first: int) -> Tensor:
         """`eh_proj([enorm(embedding), hnorm(hidden)])`, row by row, the first of which is row `first`."""
         weights = self.modules[module].weights
-        embedding = rms_norm(self.embeddings[tokens], weights["enorm.weight"], self.eps)
+        embedding = rms_norm(self.embed(tokens, first), weights["enorm.weight"], self.eps)
         hidden = rms_norm(hidden, weights["hnorm.weight"], self.eps)
         return F.linear(torch.cat([embedding, hidden], dim=-1), weights["eh_proj.weight"])
 

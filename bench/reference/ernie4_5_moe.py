@@ -27,12 +27,13 @@ from bench.reference.dense import (
 class DenseErnie4_5Moe(DenseModel):
     """The weights of an ERNIE 4.5 checkpoint. The module has no head of its own: it takes the target's."""
 
+    embeds_row_0 = False
+
     def __init__(self, folder: Path) -> None:
         self.config = config = read_config(folder)
         self.hidden_states_flow, self.eps = True, config["rms_norm_eps"]
         tensors = read_tensors(folder)
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = self.embeddings if config["tie_word_embeddings"] else tensors["lm_head.weight"]
+        self.take_ends(tensors)
         attention = Attention(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
@@ -62,10 +63,8 @@ class DenseErnie4_5Moe(DenseModel):
         return F.linear(hidden, self.head)
 
     def module_input(self, module: int, tokens: Tensor, hidden: Tensor, first: int) -> Tensor:
-        """`linear_proj([emb_norm(embedding), hidden_norm(hidden)])`; row 0 gets no embedding, as vLLM's has it."""
-        embedding = self.embeddings[tokens]
-        if first == 0:
-            embedding[:1] = 0.0
+        """`linear_proj([emb_norm(embedding), hidden_norm(hidden)])`."""
+        embedding = self.embed(tokens, first)
         embedding = rms_norm(embedding, self._embedding_norm, self.eps)
         hidden = rms_norm(hidden, self._hidden_norm, self.eps)
         return F.linear(torch.cat([embedding, hidden], dim=-1), self._projection)

@@ -29,8 +29,7 @@ class DenseExaoneMoe(DenseModel):
         refuse_expert_groups(config)
         self.hidden_states_flow, self.eps = True, config["rms_norm_eps"]
         tensors = read_tensors(folder)
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = tensors["lm_head.weight"]
+        self.take_ends(tensors)
         self.mtp = with_prefix(tensors, "mtp.")
         scale = config["routed_scaling_factor"]
         routing = Routing(config["num_experts_per_tok"], "sigmoid", config["norm_topk_prob"], scale)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,13 +22,14 @@ from bench.reference.dense import (
 class DenseGlm4Moe(DenseModel):
     """The weights of a GLM-4.5 checkpoint. The module has the target's head, behind a norm of its own."""
 
+    embeds_row_0 = False
+
     def __init__(self, folder: Path) -> None:
         self.config = config = read_config(folder)
         refuse_expert_groups(config)
         self.hidden_states_flow, self.eps = True, config["rms_norm_eps"]
         tensors = read_tensors(folder)
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = tensors["lm_head.weight"]
+        self.take_ends(tensors)
         attention = Attention(
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
@@ -55,13 +55,3 @@ class DenseGlm4Moe(DenseModel):
     def module_logits(self, module: int, hidden: Tensor) -> Tensor:
         gain = self.modules[module].weights["shared_head.norm.weight"]
         return F.linear(rms_norm(hidden, gain, self.eps), self.head)
-
-    def module_input(self, module: int, tokens: Tensor, hidden: Tensor, first: int) -> Tensor:
-        """`eh_proj([enorm(embedding), hnorm(hidden)])`; row 0 gets no embedding, as vLLM's model has it."""
-        weights = self.modules[module].weights
-        embedding = self.embeddings[tokens]
-        if first == 0:
-            embedding[:1] = 0.0
-        embedding = rms_norm(embedding, weights["enorm.weight"], self.eps)
-        hidden = rms_norm(hidden, weights["hnorm.weight"], self.eps)
-        return F.linear(torch.cat([embedding, hidden], dim=-1), weights["eh_proj.weight"])

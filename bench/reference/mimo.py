@@ -24,13 +24,14 @@ NO_EXPERTS = Routing(1, "softmax", False, 1.0)
 class DenseMiMo(DenseModel):
     """The weights of a MiMo checkpoint. The module has no head of its own: it takes the target's."""
 
+    embeds_row_0 = False
+
     def __init__(self, folder: Path) -> None:
         self.config = config = read_config(folder)
         self.hidden_states_flow = True
         self.eps = config["rms_norm_eps"]
         tensors = read_tensors(folder)
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = self.embeddings if config["tie_word_embeddings"] else tensors["lm_head.weight"]
+        self.take_ends(tensors)
         self.target, self.modules = (
             [
                 Layer(_attention(config), self.eps, with_prefix(tensors, f"model.{name}.{index}."), NO_EXPERTS)
@@ -47,15 +48,9 @@ class DenseMiMo(DenseModel):
         return F.linear(hidden, self.head)
 
     def module_input(self, module: int, tokens: Tensor, hidden: Tensor, first: int) -> Tensor:
-        """`input_proj([hidden_layernorm(hidden), token_layernorm(embedding)])`; row 0 gets no embedding.
-
-        The checkpoint's own code says nothing of row 0. vLLM's leaves its embedding out, and it is vLLM's model that a
-        drafter runs.
-        """
+        """`input_proj([hidden_layernorm(hidden), token_layernorm(embedding)])`."""
         weights = self.modules[module].weights
-        embedding = self.embeddings[tokens]
-        if first == 0:
-            embedding[:1] = 0.0
+        embedding = self.embed(tokens, first)
         hidden = rms_norm(hidden, weights["hidden_layernorm.weight"], self.eps)
         embedding = rms_norm(embedding, weights["token_layernorm.weight"], self.eps)
         return F.linear(torch.cat([hidden, embedding], dim=-1), weights["input_proj.weight"])

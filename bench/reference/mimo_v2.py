@@ -35,8 +35,7 @@ class DenseMiMoV2(DenseModel):
         self.hidden_states_flow = False
         self.eps = config["layernorm_epsilon"]
         tensors = read_tensors(folder)
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = self.embeddings if config.get("tie_word_embeddings") else tensors["lm_head.weight"]
+        self.take_ends(tensors)
         self.target = [
             self._layer(with_prefix(tensors, f"model.layers.{index}."), sliding=bool(sliding))
             for index, sliding in enumerate(config["hybrid_layer_pattern"][: config["num_hidden_layers"]])

@@ -24,8 +24,7 @@ class DenseQwen3_5(DenseExaoneMoe):
             name: tensor + 1.0 if "norm" in name and "linear_attn" not in name else tensor
             for name, tensor in read_tensors(folder).items()
         }
-        self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        self.head = self.embeddings if config["tie_word_embeddings"] else tensors["lm_head.weight"]
+        self.take_ends(tensors)
         self.mtp = with_prefix(tensors, "mtp.")
         self.target = [
             self._layer(kind, with_prefix(tensors, f"model.layers.{index}."))
