@@ -49,16 +49,8 @@ def write_checkpoint(folder: Path) -> str:
     """Writes the checkpoint and returns its path."""
     weights = TinyWeights(HIDDEN)
     weights.ends(VOCAB)
-    for layer in range(LAYERS + 1):
-        name = f"model.layers.{layer}"
-        _latent_attention(weights, name)
-        if layer < CONFIG["first_k_dense_replace"]:
-            weights.mlp(f"{name}.mlp", INNER)
-        else:
-            weights.experts(name, EXPERTS, INNER)
+    weights.sparse_decoder(CONFIG, lambda layer: _latent_attention(weights, layer))
     module = f"model.layers.{LAYERS}"
-    weights.gains(f"{module}.enorm", f"{module}.hnorm", f"{module}.shared_head.norm")
-    weights.projection(f"{module}.eh_proj")
     shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
     weights.tensors |= {
         f"{module}.{name}.weight": weights.tensors[f"{of}.weight"].clone() for name, of in shared.items()

@@ -44,14 +44,5 @@ def write_checkpoint(folder: Path) -> str:
     """Writes the checkpoint and returns its path."""
     weights = TinyWeights(HIDDEN)
     weights.ends(VOCAB)
-    for layer in range(LAYERS + 1):
-        name = f"model.layers.{layer}"
-        weights.attention(name, HEADS, KV_HEADS, HEAD_DIM, head_norms=True)
-        if layer < CONFIG["first_k_dense_replace"]:
-            weights.mlp(f"{name}.mlp", INNER)
-        else:
-            weights.experts(name, EXPERTS, INNER)
-    module = f"model.layers.{LAYERS}"
-    weights.gains(f"{module}.enorm", f"{module}.hnorm", f"{module}.shared_head.norm")
-    weights.projection(f"{module}.eh_proj")
+    weights.sparse_decoder(CONFIG, lambda layer: weights.attention(layer, HEADS, KV_HEADS, HEAD_DIM, head_norms=True))
     return weights.save(folder, CONFIG)

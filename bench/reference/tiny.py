@@ -6,6 +6,7 @@ token that it is given through the same head, and adds some of the hidden state.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,24 @@ class TinyWeights:
         self.tensors[f"{layer}.{bias}"] = self.noise(count, scale=GAIN_SCALE)
         for expert in ("shared_experts", *(f"experts.{index}" for index in range(count))):
             self.mlp(f"{layer}.mlp.{expert}", inner_size)
+
+    def sparse_decoder(self, config: dict[str, Any], attention: Callable[[str], None]) -> None:
+        """Dense layers, layers with experts, and an MTP layer after them, as DeepSeek-V3 and others name them.
+
+        Args:
+            attention: makes the attention and the norms of the layer of that name.
+        """
+        num_layers, inner_size = config["num_hidden_layers"], config["intermediate_size"]
+        for index in range(num_layers + 1):
+            layer = f"model.layers.{index}"
+            attention(layer)
+            if index < config["first_k_dense_replace"]:
+                self.mlp(f"{layer}.mlp", inner_size)
+            else:
+                self.experts(layer, config["n_routed_experts"], config["moe_intermediate_size"])
+        module = f"model.layers.{num_layers}"
+        self.gains(f"{module}.enorm", f"{module}.hnorm", f"{module}.shared_head.norm")
+        self.projection(f"{module}.eh_proj")
 
     def projection(self, name: str) -> None:
         """A module's projection of `[embedding, hidden state]`."""

@@ -32,13 +32,17 @@ W8A8 = {
 
 
 def copy_checkpoint(source: str, folder: Path, change: Callable[[Weights], Weights], **config: Any) -> str:
-    """Writes what `change` makes of the weights, and the config with these entries; returns the copy's path."""
+    """Writes what `change` makes of the weights, and the config with these entries, of which None leaves one out.
+
+    Returns:
+        the copy's path.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for file in Path(source).iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             (folder / file.name).symlink_to(file)
-    given = json.loads(Path(source, "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(given | config))
+    given = json.loads(Path(source, "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
     save_file(change(load_file(Path(source, "model.safetensors"))), folder / "model.safetensors")
     return str(folder)
 
