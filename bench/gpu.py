@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import (
+    add_draft_vocabulary_argument,
     add_engine_argument,
     add_json_argument,
     add_speculative_argument,
@@ -29,6 +30,8 @@ SCHEMA = "vllm-mtp-proposers/gpu/1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     add_shape_arguments(parser)
+    add_draft_vocabulary_argument(parser)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="GPUs of each engine")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=numbers, default="1,8,32,64", help="batch sizes, separated by commas")
     parser.add_argument("--prompt-tokens", type=numbers, default="256,4096", help="prompt lengths, separated by commas")
@@ -93,6 +96,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "engine": share | args.engine,
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
+        "draft_vocabulary": args.draft_vocabulary,
+        "tensor_parallel": args.tensor_parallel,
     }
     measured = read_measured(args.json, settings)
     result = {"schema": SCHEMA, "settings": settings, "config": config, "modes": measured}
@@ -112,7 +117,8 @@ def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]
     if path is None or not path.exists():
         return {}
     known = json.loads(path.read_text())
-    if known["settings"] != settings:
+    # What a record from before an option was there doesn't say.
+    if {"draft_vocabulary": settings["draft_vocabulary"], "tensor_parallel": 1} | known["settings"] != settings:
         raise ValueError(f"{path} holds results of other settings: name another file, or remove it.")
     return known["modes"]
 

@@ -1,7 +1,10 @@
 """One mode of `bench gpu`, in a process of its own: `python -m bench.workers.gpu SPEC.json RESULT.json`."""
 
+import json
+import random
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from bench.processes import report_progress, take_turn
@@ -26,17 +29,35 @@ MODES = {
     "upstream-v2": ("upstream", "1"),
     "ours": ("on", "0"),
     "ours-v2": ("on", "1"),
+    "ours-v2-cheap": ("on", "1"),
 }
+CHEAP = "-cheap"
+"""How the name of a mode ends whose drafts read weights of 8 bits and score a part of the vocabulary."""
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches
     "norm": ("norm",),  # before the GEMMs: "gemma" has "gemm" in it
     "attention": ("flash", "attention", "fmha"),
-    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma"),
+    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma", "fp8_linear"),
     "experts": ("moe", "topk"),
     "slots and window": ("slot", "window"),
     "KV write": ("reshape_and_cache",),
     "argmax": ("reduce", "argmax"),
 }
+
+
+def cheap_options(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
+    """Engine arguments of a mode beyond those of all: none but of a mode with cheap drafts.
+
+    Args:
+        size: tokens of the draft vocabulary. Which ones they are makes no difference to dummy weights, or to a step's
+            time.
+        folder: where the list is put; to be kept for as long as the engine.
+    """
+    if not mode.endswith(CHEAP):
+        return {}
+    file = folder / "draft_vocabulary.json"
+    file.write_text(json.dumps(sorted(random.Random(0).sample(range(vocab_size), min(size, vocab_size // 2)))))
+    return {"additional_config": {"mtp_proposers": {"draft_weights": "fp8", "draft_vocabulary": str(file)}}}
 
 
 def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
@@ -61,6 +82,7 @@ def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
             speculative_config=None if spec["mode"] == "none" else speculative,
             disable_log_stats=False,
             enable_prefix_caching=False,
+            **cheap_options(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
             **spec["engine"],
         )
     # Where engines start side by side, what the device lacks afterwards is not what one of them took.
@@ -274,7 +296,9 @@ def weight_bytes(worker: Any) -> dict[str, int]:
             if parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())
                 kind = "experts" if "experts" in name else "embeddings" if "embed_tokens" in name else "dense"
-                totals[kind] += parameter.numel() * parameter.element_size()
+                totals[kind] += parameter.nbytes
+    cheap = getattr(drafter, "cheap", None)
+    totals["dense"] += 0 if cheap is None else cheap.copied_bytes
     return totals
 
 
