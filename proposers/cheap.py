@@ -44,6 +44,7 @@ class CheapDrafts:
             found = draft_vocabulary.read(options.draft_vocabulary, vocab_size, ranks)
             self.vocabulary = DraftVocabulary.of(found.token_ids, vocab_size, device)
             self._coverage = found.coverage
+        self._dtype = vllm_config.model_config.dtype
         self._stand_ins: list[Any] = []
         if self.heads.changes_heads:
             _check(vllm_config, options)
@@ -100,7 +101,6 @@ class CheapDrafts:
         return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
     def _say_what_is_saved(self, model: nn.Module) -> None:
-        dtype_bytes = torch.get_default_dtype().itemsize
         modules: list[Any] = [x for x in model.modules() if type(getattr(x, "quant_method", None)) is Fp8Weights]
         layers = [module.weight for module in modules]
         heads = [(stand_in.weight, stand_in.head.num_embeddings_per_partition) for stand_in in self._stand_ins]
@@ -115,7 +115,7 @@ class CheapDrafts:
             "The draft's heads%s have %.0f MiB on this rank instead of %.0f MiB.%s",
             " and linear layers" if layers else "",
             now / MIB,
-            full * dtype_bytes / MIB,
+            full * self._dtype.itemsize / MIB,
             covered,
         )
 

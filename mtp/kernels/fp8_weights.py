@@ -20,18 +20,31 @@ MOST_ROWS = 256
 
 # Rows of a weight in one piece, where a copy of it is made.
 PIECE = 16384
+# Columns that one program widens.
+WIDENED = 4096
 # Programs that a device should have at the least, so that all of its multiprocessors read.
 PROGRAMS = 128
 
 
 class Blocks(NamedTuple):
-    """Of one program: rows of activations, rows of the weight and columns of both at a time."""
+    """Of one program.
+
+    Attributes:
+        rows: of activations.
+        channels: rows of the weight.
+        columns: of both at a time.
+        num_stages: how many of these less one are under way at a time.
+        weight_first: the weight is the first factor of the product and the activations, turned, are the second. A
+            tensor core takes no less than 64 rows of the first by itself, and that out of registers, where a weight is
+            once it is widened.
+    """
 
     rows: int
     channels: int
     columns: int
     num_stages: int
     num_warps: int
+    weight_first: bool = False
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +70,27 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a quantised weight stands for, `[channels, columns]`."""
+    if not (has_kernels(weight) and weight.is_contiguous() and dtype.itemsize <= 4):
+        return dequantise_by_ops(weight, scale, dtype)
+    channels, columns = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if out.numel():
+        _dequantise[channels, triton.cdiv(columns, WIDENED)](weight, scale, out, columns, WIDENED, num_warps=4)
+    return out
+
+
+def dequantise_by_ops(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) * scale[:, None].to(dtype)
+
+
+@triton.jit
+def _dequantise(weight_ptr, scale_ptr, out_ptr, num_columns, BLOCK: tl.constexpr):
+    channel = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    at = channel * num_columns + columns
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (weight * tl.load(scale_ptr + channel)).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def fp8_linear(
@@ -95,6 +128,7 @@ def fp8_linear(
             0 if residual is None else residual.stride(-2),
             residual is not None,
             columns % blocks.columns == 0,
+            blocks.weight_first,
             blocks.rows,
             blocks.channels,
             blocks.columns,
@@ -117,20 +151,18 @@ def fp8_linear_by_ops(
 
 
 def _blocks(num_rows: int, channels: int) -> Blocks:
-    """Of a product of so many rows. Those of the weight are read in pieces of at least a line of the cache, three or
-    four of them under way at a time.
-    """
-    if num_rows > 64:
-        return Blocks(128, 64, 128, num_stages=4, num_warps=8)
+    """Of a product of so many rows."""
+    if num_rows > 64 and channels >= 64 * PROGRAMS:
+        return Blocks(128, 128, 64, num_stages=4, num_warps=8, weight_first=True)
     if num_rows > 32:
-        return Blocks(64, 64, 128, num_stages=4, num_warps=4)
+        return Blocks(64 if num_rows <= 64 else 128, 64, 128, num_stages=4, num_warps=4, weight_first=True)
     rows = 16 if num_rows <= 16 else 32
     if channels >= 64 * PROGRAMS:
         return Blocks(rows, 64, 256, num_stages=4, num_warps=4)
     return Blocks(rows, 32 if channels >= 32 * PROGRAMS else 16, 512, num_stages=4, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear(
     x_ptr,
     weight_ptr,
@@ -144,6 +176,7 @@ def _fp8_linear(
     residual_stride,
     ADDS: tl.constexpr,
     EVEN: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -154,28 +187,33 @@ def _fp8_linear(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     columns = tl.arange(0, COLUMNS)
-    row_there, channel_there = rows[:, None] < num_rows, channels < num_channels
-    x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
+    if WEIGHT_FIRST:
+        row, channel, x_column, weight_column = rows[None, :], channels[:, None], columns[:, None], columns[None, :]
+        total = tl.zeros((CHANNELS, ROWS), dtype=tl.float32)
+    else:
+        row, channel, x_column, weight_column = rows[:, None], channels[None, :], columns[None, :], columns[:, None]
+        total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
+    row_there, channel_there = row < num_rows, channel < num_channels
+    x_at = x_ptr + row.to(tl.int64) * x_stride + x_column
     # Channels past the last read the last one's weight, which needs no mask.
-    read = tl.minimum(channels, num_channels - 1).to(tl.int64)
-    weight_at = weight_ptr + read[None, :] * num_columns + columns[:, None]
-    total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
+    weight_at = weight_ptr + tl.minimum(channel, num_channels - 1).to(tl.int64) * num_columns + weight_column
     for first in range(0, num_columns, COLUMNS):
         if EVEN:
             x = tl.load(x_at, mask=row_there, other=0.0)
             weight = tl.load(weight_at)
         else:
             left = num_columns - first
-            x = tl.load(x_at, mask=row_there & (columns[None, :] < left), other=0.0)
-            weight = tl.load(weight_at, mask=columns[:, None] < left, other=0.0)
-        # By way of float32: straight to bfloat16 is an instruction with an eighth of the throughput.
-        total = tl.dot(x, weight.to(tl.float32).to(x.dtype), total)
+            x = tl.load(x_at, mask=row_there & (x_column < left), other=0.0)
+            weight = tl.load(weight_at, mask=weight_column < left, other=0.0)
+        # By way of float32: straight to bfloat16 is an instruction with a fraction of the throughput.
+        widened = weight.to(tl.float32).to(x.dtype)
+        total = tl.dot(widened, x, total) if WEIGHT_FIRST else tl.dot(x, widened, total)
         x_at += COLUMNS
         weight_at += COLUMNS
-    total *= tl.load(scale_ptr + channels, mask=channel_there, other=0.0)[None, :]
-    there = row_there & channel_there[None, :]
+    total *= tl.load(scale_ptr + channel, mask=channel_there, other=0.0)
+    there = row_there & channel_there
     if ADDS:
-        residual_at = residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + channels[None, :]
+        residual_at = residual_ptr + row.to(tl.int64) * residual_stride + channel
         total += tl.load(residual_at, mask=there, other=0.0).to(tl.float32)
-    out_at = out_ptr + rows.to(tl.int64)[:, None] * num_channels + channels[None, :]
+    out_at = out_ptr + row.to(tl.int64) * num_channels + channel
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=there)
