@@ -78,6 +78,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     check_plot(args.plot)
     if describe_environment()["platform"] != "cuda":
         raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
+    if args.arrivals and args.tensor_parallel > 1:
+        raise ValueError("--arrivals times what one process does: leave it out, or --tensor-parallel.")
     shape = SHAPES[args.shape]
     config = shape.make_config(args.layers, args.vocab_size or shape.vocab_size)
     longest = max(args.prompt_tokens) + args.output_tokens * (2 if args.arrivals else 1)
@@ -146,7 +148,7 @@ def with_floor(raw: dict[str, Any], settings: dict[str, Any], shape: Shape, conf
         for batch in map(str, settings["batches"]):
             touched = 1 - (1 - TOP_K / NUM_EXPERTS) ** (rows * int(batch))
             weights = raw["weight_bytes"]["dense"] + touched * raw["weight_bytes"]["experts"]
-            floor = (weights + int(batch) * kv_bytes) / raw["copy_bytes_per_s"] * 1e3
+            floor = (weights + int(batch) * kv_bytes / settings["tensor_parallel"]) / raw["copy_bytes_per_s"] * 1e3
             figures["floor_ms"][batch] = round(floor, 4)
             figures["step_over_floor"][batch] = round(figures["step_ms"][batch]["median"] / floor, 3)
     return raw

@@ -1,4 +1,4 @@
-"""Drafts that read weights of 8 bits and score a part of the vocabulary: the same outputs, new weights, wrong options."""
+"""Drafts that read weights of 8 bits and score a part of the vocabulary: their outputs, new weights, wrong options."""
 
 import json
 from pathlib import Path
