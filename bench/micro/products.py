@@ -68,8 +68,7 @@ def main() -> None:
         narrow = [quantise(weight) for weight in wide]
         for num_rows in args.rows:
             x = torch.randn(num_rows, columns, device="cuda", dtype=torch.bfloat16)
-            ours = microseconds(lambda i, x=x, narrow=narrow: fp8_linear(x, *narrow[i]), copies)
-            bf16 = microseconds(lambda i, x=x, wide=wide: F.linear(x, wide[i]), copies)
+            ours, bf16 = microseconds(_by_kernel(x, narrow), copies), microseconds(_by_library(x, wide), copies)
             best = _best_blocks(x, narrow, copies) if args.blocks else "-"
             rate = f"{channels * columns / ours / 1e3:.0f}"
             table.append([*map(str, (channels, columns, num_rows)), f"{ours:.1f}", f"{bf16:.1f}", rate, best])
@@ -77,12 +76,20 @@ def main() -> None:
     print(markdown(table))
 
 
+def _by_kernel(x: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[int], torch.Tensor]:
+    return lambda i: fp8_linear(x, *weights[i])
+
+
+def _by_library(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    return lambda i: F.linear(x, weights[i])
+
+
 def _best_blocks(x: torch.Tensor, weights: list[tuple[torch.Tensor, torch.Tensor]], copies: int) -> str:
     found = []
     for blocks in candidates(len(x)):
         with mock.patch.object(fp8_weights, "_blocks", return_value=blocks):
             try:
-                found.append((microseconds(lambda i: fp8_linear(x, *weights[i]), copies), blocks))
+                found.append((microseconds(_by_kernel(x, weights), copies), blocks))
             except Exception as error:  # more shared memory than there is, say
                 print(f"{blocks}: {type(error).__name__}", flush=True)
     return ", ".join(f"{time:.1f} {tuple(blocks)}" for time, blocks in sorted(found)[:3])
