@@ -191,8 +191,8 @@ def write_model_card(folder: Path, architecture: Architecture, report: dict[str,
     trained = f"`tools/train_tiny.py{architecture.options}` on {report['device']}: {_duration(report)}"
     if base := report.get("base"):
         trained = (
-            f"`tools/train_tiny.py{architecture.options}` on {base['device']}: {_duration(base)}; then its modules alone, "
-            f"over text of the target's own too (`--modules-of`): {_duration(report)}"
+            f"`tools/train_tiny.py{architecture.options}` on {base['device']}: {_duration(base)}; then its modules "
+            f"alone, over text of the target's own too (`--modules-of`): {_duration(report)}"
         )
     size = f"{report['parameters'] / 1e6:.1f} M"
     rows = "\n".join(f"| {i} | {value:.3f} |" for i, value in enumerate(agreement))
