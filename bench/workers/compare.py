@@ -12,9 +12,20 @@ from bench.workers.engine import (
     run_batch,
     run_worker,
 )
+from proposers.options import KEY
 
 # `MTP_PROPOSERS` of each mode.
-MODES = {"none": "off", "upstream": "upstream", "ours": "on"}
+MODES = {
+    "none": "off",
+    "upstream": "upstream",
+    "ours": "on",
+    "ours-fp8": "on",
+    "ours-vocabulary": "on",
+    "ours-cheap": "on",
+}
+CHEAP = {"ours-fp8": ("draft_weights",), "ours-vocabulary": ("draft_vocabulary",)}
+CHEAP["ours-cheap"] = CHEAP["ours-fp8"] + CHEAP["ours-vocabulary"]
+"""Options of modes whose drafts are to be cheap."""
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
@@ -22,6 +33,8 @@ def build_engine(spec: dict[str, Any]) -> Any:
     keep_engine_in_process(MODES[spec["mode"]])
     from vllm import LLM
 
+    values = {"draft_weights": "fp8", "draft_vocabulary": spec["draft_vocabulary_file"]}
+    cheap = {name: values[name] for name in CHEAP.get(spec["mode"], ())}
     speculative = {"method": "mtp", "num_speculative_tokens": spec["k"], **spec["speculative_config"]}
     return LLM(
         spec["model"],
@@ -31,6 +44,7 @@ def build_engine(spec: dict[str, Any]) -> Any:
         speculative_config=None if spec["mode"] == "none" else speculative,
         disable_log_stats=False,
         enable_prefix_caching=False,  # every run computes the same prompts anew
+        **({"additional_config": {KEY: cheap}} if cheap else {}),
         **spec["engine"],
     )
 
