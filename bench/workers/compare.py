@@ -14,18 +14,14 @@ from bench.workers.engine import (
 )
 from proposers.options import KEY
 
-# `MTP_PROPOSERS` of each mode.
-MODES = {
-    "none": "off",
-    "upstream": "upstream",
-    "ours": "on",
-    "ours-fp8": "on",
-    "ours-vocabulary": "on",
-    "ours-cheap": "on",
+CHEAP = {
+    "ours-fp8": ("draft_weights",),
+    "ours-vocabulary": ("draft_vocabulary",),
+    "ours-cheap": ("draft_weights", "draft_vocabulary"),
 }
-CHEAP = {"ours-fp8": ("draft_weights",), "ours-vocabulary": ("draft_vocabulary",)}
-CHEAP["ours-cheap"] = CHEAP["ours-fp8"] + CHEAP["ours-vocabulary"]
 """Options of modes whose drafts are to be cheap."""
+# `MTP_PROPOSERS` of each mode.
+MODES = {"none": "off", "upstream": "upstream", "ours": "on", **dict.fromkeys(CHEAP, "on")}
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
