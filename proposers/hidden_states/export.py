@@ -18,71 +18,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
+from proposers.hidden_states.final_norm import FinalNorm
 from proposers.hidden_states.record import Record
-
-# Families whose norms hold what is added to one. By their whole names: those of Gemma 3n and 4 hold the factor itself.
-_OFFSET_NORMS = {
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "rnj1",
-    "step3p5",
-}
-# By their whole names, too: draft modules and the other parts of a multi-modal model have norms of their own.
-_FINAL_NORMS = {
-    "language_model.model.norm.weight",
-    "model.final_layernorm.weight",
-    "model.language_model.norm.weight",
-    "model.norm.weight",
-    "model.text_model.norm.weight",
-    "norm.weight",
-    "transformer.encoder.final_layernorm.weight",
-}
-
-
-class FinalNorm:
-    """The RMS norm between a model's last layer and its head, from its checkpoint.
-
-    Raises:
-        ValueError: the checkpoint has none that is known.
-    """
-
-    def __init__(self, model: str | Path) -> None:
-        if not Path(model, "config.json").is_file():
-            raise ValueError(f"{model} is no local folder with a checkpoint's config.json. Name one that is.")
-        config = json.loads(Path(model, "config.json").read_text())
-        config = config.get("text_config", config)
-        weight = _find_norm(Path(model))
-        if weight is None or "rms_norm_eps" not in config:
-            raise ValueError(
-                f"The checkpoint {model} has not exactly one RMS norm of a name that final norms have "
-                f"({', '.join(sorted(_FINAL_NORMS))}), so the hidden states after it can't be computed. Export to "
-                "speculators, which wants them before it."
-            )
-        self._eps = config["rms_norm_eps"]
-        self._scale = weight.float() + float(config["model_type"] in _OFFSET_NORMS)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[T, H]` in float32 inside, and in the dtype of the hidden states outside."""
-        x = hidden.float()
-        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self._scale).to(hidden.dtype)
-
-
-def _find_norm(model: Path) -> torch.Tensor | None:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in _FINAL_NORMS & set(file.keys())}
-    return next(iter(found.values())) if len(found) == 1 else None
 
 
 class Exporter(ABC):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from proposers.hidden_states import RecordDataset
 from proposers.hidden_states.__main__ import main
-from proposers.hidden_states.export import FinalNorm
+from proposers.hidden_states.final_norm import FinalNorm
 from tests.support import record_scenarios
 from tests.support.children import TINY
 from tests.support.forked_engine import run
