@@ -98,6 +98,14 @@ class Storage:
             os.close(folder)
         return self.root / relative
 
+    def make_folder(self, relative: str) -> None:
+        """Makes a folder under the root ahead of what is to be published there.
+
+        Raises:
+            OSError: it couldn't be made.
+        """
+        os.close(self._open_folder(relative.split("/")))
+
     def _open_folder(self, folders: list[str]) -> int:
         """Goes down part by part and follows no link, so that nobody can lead it out of the root."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -229,7 +229,11 @@ class FileSink:
 
 
 class ShardSink:
-    """Many records per file. The header has its room at the start, and is written last."""
+    """Many records per file. The header has its room at the start, and is written last.
+
+    What it needs to be closed it takes when it is opened, so that a disk that fills up meanwhile costs the records that
+    didn't fit and no others.
+    """
 
     def __init__(self, storage: Storage, shard_bytes: int) -> None:
         self._storage, self._shard_bytes = storage, shard_bytes
@@ -255,9 +259,18 @@ class ShardSink:
         return done
 
     def _open(self) -> None:
+        self._storage.make_folder(self._storage.run)
         descriptor, self._temporary = self._storage.create()
-        self._file = os.fdopen(descriptor, "wb")
-        self._file.seek(SHARD_HEADER_BYTES)
+        file = os.fdopen(descriptor, "wb")
+        try:
+            file.write(bytes(SHARD_HEADER_BYTES))
+            _sync(file)
+        except OSError:
+            with suppress(OSError):
+                file.close()
+            self._temporary.unlink()
+            raise
+        self._file = file
         self._records: dict[str, Job] = {}
         self._header_room = SHARD_HEADER_BYTES - len(json.dumps({"schema": SCHEMA})) - 256
         self._opened = time.monotonic()

@@ -24,7 +24,7 @@ from proposers.hidden_states import Record, RecordDataset, RecordInfo, load
 from proposers.hidden_states.request import RecordRequest, Settings, checked_name, generated_name
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
-from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Writers, Written
+from proposers.hidden_states.writer import SHARD_HEADER_BYTES, FileSink, Job, Ring, ShardSink, Writers, Written
 from tests.support.children import child_environment
 from tests.support.record_scenarios import files, no_file_longer_than
 
@@ -291,6 +291,17 @@ def test_a_record_that_does_not_fit_is_cut_off_its_shard_and_the_others_stay(tmp
     rows = load(good[1].path, "two").hidden_states
     assert torch.equal(rows, source.rows.flatten(0, 1)[:10])
     assert len(files(tmp_path)) == 1
+
+
+def test_a_shard_has_the_room_of_its_header_from_the_start(tmp_path: Path) -> None:
+    """A hole is filled when the shard is closed, and on a disk that is full by then all its records would be lost."""
+    storage, source, one = Storage(tmp_path), store(2, 8), job("one", 3)
+    sink = ShardSink(storage, 1 << 30)
+    filled(source, one)
+    sink.write(one)
+    (unfinished,) = storage._folder.glob("*.tmp")
+    assert unfinished.stat().st_blocks * 512 >= SHARD_HEADER_BYTES
+    assert (tmp_path / storage.run).is_dir()
 
 
 def test_a_shard_that_cannot_be_closed_fails_all_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
