@@ -123,6 +123,8 @@ def checked_name(name: Any) -> str:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name is {name!r}, and should be a path under the storage root.")
+    if not name.isprintable():  # before anything is encoded: half a surrogate pair can't be
+        raise ValueError(f"name={name!r} has characters that can't be printed.")
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
         raise ValueError(f"name={name!r} leads out of the storage root. Give a path under it, without '..'.")
@@ -132,8 +134,6 @@ def checked_name(name: Any) -> str:
         )
     if len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"name={name!r} is longer than {_MAX_NAME_BYTES} bytes.")
-    if not name.isprintable():
-        raise ValueError(f"name={name!r} has characters that can't be printed.")
     if f"{name.removesuffix(SUFFIX)}{SUFFIX}".endswith(SHARD_SUFFIX):
         raise ValueError(f"name={name!r} ends in {SHARD_SUFFIX}, which marks files of many records.")
     return name.removesuffix(SUFFIX)
