@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from proposers.hidden_states.export import EXPORTERS, export
+from proposers.hidden_states.masks import FILE, Masks
 from proposers.hidden_states.record import RecordDataset
 
 
@@ -16,12 +17,16 @@ def main() -> int:
     command.add_argument("--records", required=True, type=Path, help="the storage root, or a folder in it")
     command.add_argument("--out", required=True, type=Path, help="the folder to write to")
     command.add_argument("--model", type=Path, help="the checkpoint, where the final norm has to be applied")
+    command.add_argument("--masks", type=Path, help=f"loss masks; by default {FILE} beside the records, if it is there")
     args = parser.parse_args()
     try:
         if args.out.resolve().is_relative_to(args.records.resolve()):
             raise ValueError(f"{args.out} is under {args.records}, where it would be taken for records. Name another.")
         dataset = RecordDataset(args.records)
-        count = export((dataset[i] for i in range(len(dataset))), args.to, args.out, args.model)
+        path = args.masks or args.records / FILE
+        masks = Masks.read(path) if args.masks or path.is_file() else None
+        named = ((name, dataset[i]) for i, name in enumerate(dataset.names))
+        count = export(named, args.to, args.out, args.model, masks)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

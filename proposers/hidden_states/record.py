@@ -5,6 +5,7 @@ A file holds one record, or, where its name ends in `.shard.safetensors`, many. 
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -110,7 +111,14 @@ def load(path: str | Path, name: str | None = None) -> Record:
 
 
 class RecordDataset(torch.utils.data.Dataset):
-    """The records under a folder, sharded or not, in the order of their paths; what is still being written isn't there.
+    """The records under a folder, sharded or not; what is still being written isn't there.
+
+    They are in the order of their names, numbers in them by their value: with names that count, a record has the index
+    that its sender gave it.
+
+    Attributes:
+        entries: the path of each, and its name in there where that is a shard.
+        names: under the folder, or in a shard.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -120,13 +128,25 @@ class RecordDataset(torch.utils.data.Dataset):
     def __init__(self, folder: str | Path) -> None:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder, so there are no records under it.")
-        self.entries = list(_entries(Path(folder)))
+        named = ((name or _name(Path(folder), path), path, name) for path, name in _entries(Path(folder)))
+        ordered = sorted(named, key=lambda entry: (_by_number(entry[0]), str(entry[1])))
+        self.entries = [(path, name) for _, path, name in ordered]
+        self.names = [name for name, *_ in ordered]
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Record:
         return load(*self.entries[index])
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix().removesuffix(SUFFIX)
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """A key that orders names as one counts: 9 before 10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, str | None]]:

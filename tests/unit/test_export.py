@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +13,7 @@ from proposers.hidden_states import Record, RecordInfo
 from proposers.hidden_states.__main__ import main
 from proposers.hidden_states.export import export
 from proposers.hidden_states.final_norm import FinalNorm
+from proposers.hidden_states.masks import Masks
 from tests.support.children import TINY
 from tests.support.tiny_models import FAMILIES, SIZES, write_model
 
@@ -30,13 +32,14 @@ def record(layer_ids: tuple[int, ...] = (1, 4), value: float = 1.0, tokens: int 
         ("speculators", [record(value=float("nan"))], "not finite"),
         ("speculators", [record(tokens=4)], "has 4 tokens and 3 rows"),
         ("specforge", [record((0, 4))], "which specforge has no id for"),
+        ("modelopt", [record((0, 4))], "which modelopt has no id for"),
         ("modelopt", [record()], "name the model's checkpoint"),
         ("others", [record()], "There is no exporter to 'others', only to speculators"),
     ],
 )
 def test_what_a_consumer_cannot_use_is_refused(consumer: str, made: list[Record], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is checked below)
-        export(made, consumer, tmp_path, TINY if consumer == "specforge" else None)
+        export(made, consumer, tmp_path, None if message.startswith("name the model") else TINY)
     assert message in str(caught.value)
 
 
@@ -51,7 +54,8 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
         export([record(), record(), record((2, 4))], "speculators", tmp_path / "deep" / "out")
     assert list((tmp_path / "deep").iterdir()) == []
     assert export([record()], "speculators", tmp_path / "deep" / "out") == 1
-    assert sorted(path.name for path in (tmp_path / "deep").rglob("*")) == ["export.json", "hs_0.safetensors", "out"]
+    names = {path.name for path in (tmp_path / "deep").rglob("*")}
+    assert names > {"out", "export.json", "records.jsonl", "dataset_info.json", "hidden_states", "hs_0.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -84,13 +88,88 @@ def test_what_the_command_cannot_do_is_said_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_record_of_a_prompt_alone_is_trained_on_as_a_whole(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model"
-    checkpoint.mkdir()
-    write_model("llama", checkpoint)
-    info = RecordInfo((1, 3), 3, "float32", "m", 3, 0, 3, "stop", "r")
-    export([Record(torch.ones(3, 2, 64), torch.arange(3), info)], "modelopt", tmp_path / "out", checkpoint)
-    assert torch.load(tmp_path / "out" / "00000000.pt", weights_only=True)["loss_mask"].tolist() == [1, 1, 1]
+def of_llama(rows: int, first: int = 0, prompt: int = 3, request_id: str = "r") -> Record:
+    info = RecordInfo((1, 3), 3, "float32", "m", rows, first, prompt, "stop", request_id)
+    return Record(torch.ones(rows, 2, 64), torch.arange(rows), info)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def masks_of(consumer: str, out: Path) -> list[list[int] | None]:
+    """Of each record, in order."""
+    if consumer == "speculators":
+        return [mask.tolist() for mask in datasets.load_from_disk(out)["loss_mask"]]
+    paths = sorted([*out.rglob("*.pt"), *out.rglob("*.ckpt")])
+    masks = [torch.load(p, weights_only=True).get("loss_mask") for p in paths if p.name != "token_freq.pt"]
+    return [None if mask is None else mask.tolist() for mask in masks]
+
+
+CONSUMERS = ["speculators", "modelopt", "specforge"]
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_what_nothing_says_the_mask_of_is_warned_of(consumer: str, llama: str, tmp_path: Path, caplog: Any) -> None:
+    export([of_llama(3), of_llama(5)], consumer, tmp_path / "out", llama)
+    assert "1 of 2 records are of prompts alone" in caplog.text
+    of_prompt = None if consumer == "modelopt" else [1, 1, 1]
+    assert masks_of(consumer, tmp_path / "out") == [of_prompt, [0, 0, 0, 1, 1]]
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["without_mask"] == 1
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_masks_come_from_a_file_by_name_or_by_request(consumer: str, llama: str, tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "masks.jsonl").write_text(
+        '{"name": "a/1", "loss_mask": [1, 0, 1]}\n\n{"request_id": "r2", "loss_mask": [0, 1, 1, 0, 1, 1]}\n'
+    )
+    named = [("a/1", of_llama(3)), ("a/2", of_llama(4, first=2, request_id="r2")), ("a/3", of_llama(4))]
+    export(named, consumer, tmp_path / "out", llama, Masks.read(tmp_path / "masks.jsonl"))
+    assert masks_of(consumer, tmp_path / "out") == [[1, 0, 1], [1, 0, 1, 1], [0, 0, 0, 1]]
+    assert "prompts alone" not in caplog.text
+    assert "1 of 3 records are windows that begin past position 0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("mask", "line 1, is no JSON"),
+        ("[]", "line 1, has no name"),
+        ('{"name": "r", "loss_mask": [0, 2]}', "line 1, has no name, or no loss_mask of zeros and ones"),
+        ('{"name": "r", "loss_mask": [0]}', "mask of r has 1 tokens, and its record ends at 3"),
+    ],
+)
+def test_masks_that_mean_nothing_are_refused(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "masks.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        export([of_llama(3)], "speculators", tmp_path / "out", masks=Masks.read(tmp_path / "masks.jsonl"))
+
+
+def test_an_export_keeps_names_and_request_ids(tmp_path: Path) -> None:
+    export(
+        [("b/2", of_llama(3, request_id="x")), ("a/1", of_llama(3, request_id="y"))], "speculators", tmp_path / "out"
+    )
+    lines = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    files = ["hidden_states/hs_0.safetensors", "hidden_states/hs_1.safetensors"]
+    assert [(line["file"], line["name"], line["request_id"]) for line in lines] == [
+        (files[0], "b/2", "x"),
+        (files[1], "a/1", "y"),
+    ]
+    rows = datasets.load_from_disk(tmp_path / "out")
+    assert (list(rows["name"]), list(rows["request_id"])) == (["b/2", "a/1"], ["x", "y"])
+
+
+def test_the_ids_of_modelopt_and_specforge_are_those_of_outputs_of_layers(llama: str, tmp_path: Path) -> None:
+    for consumer in CONSUMERS:
+        export([of_llama(5)], consumer, tmp_path / consumer, llama)
+    facts = {consumer: json.loads((tmp_path / consumer / "export.json").read_text()) for consumer in CONSUMERS}
+    assert {consumer: f["aux_layer_ids"] for consumer, f in facts.items()} == {
+        "speculators": [1],
+        "modelopt": [0],
+        "specforge": [0],
+    }
+    assert facts["modelopt"]["consumer"] == "modelopt 0.45 to 0.47"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mimo"])

@@ -100,6 +100,18 @@ def test_a_dataset_has_the_records_of_files_and_shards_and_nothing_unfinished(tm
     assert all(isinstance(dataset[i], Record) and len(dataset[i].token_ids) == dataset[i].info.rows for i in range(9))
 
 
+def test_a_dataset_counts_as_its_sender_did(tmp_path: Path) -> None:
+    """By path, 10 comes before 2."""
+    storage, source = Storage(tmp_path), store(2, 8)
+    jobs = [job(f"set/hs_{i}", 3) for i in range(12)]
+    filled(source, *jobs)
+    written(FileSink(storage), *jobs[1::2])
+    written(ShardSink(storage, 1), *jobs[::2])
+    dataset = RecordDataset(tmp_path)
+    assert dataset.names == [j.name for j in jobs]
+    assert [record.info.request_id for record in dataset] == dataset.names
+
+
 def test_what_is_no_record_is_told_apart(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
