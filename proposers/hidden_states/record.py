@@ -84,7 +84,7 @@ def load(path: str | Path, name: str | None = None) -> Record:
     """Reads a record.
 
     Args:
-        path: what `kv_transfer_params["hidden_states_path"]` says.
+        path: what `kv_transfer_params["hidden_states_path"]` says, or `["hidden_states_shard"]`.
         name: what `kv_transfer_params["hidden_states_name"]` says; needed for a shard, and for nothing else.
 
     Raises:

@@ -146,8 +146,12 @@ def test_preempted_requests_have_all_their_rows(asynchronous: bool, tmp_path: Pa
 def test_shards_hold_what_single_files_do(tmp_path: Path) -> None:
     row = 3 * 192 * 4
     engine = records_engine(tmp_path, sharded=True, shard_bytes=200 * row)
-    done = run(record_scenarios.sharded, engine, root=str(tmp_path)).value
+    ran = run(record_scenarios.sharded, engine, root=str(tmp_path))
+    done = ran.value
     records_of = done["outputs"]
+    # Who expects a file per request finds none, rather than one that is others' too, to move or to delete.
+    assert {tuple(facts["params"]) for facts in records_of} == {("hidden_states_shard", "hidden_states_name")}
+    assert ran.log.count("clients that want a file per request") == 1
     assert [facts for facts in records_of if not right(facts)] == []
     assert all(name.endswith(".shard.safetensors") for name in done["files"])
     assert 4 <= len(done["files"]) < len(records_of) / 2

@@ -68,9 +68,10 @@ def examine(llm: LLM, output: Any) -> dict[str, Any]:
         "output": len(output.outputs[0].token_ids),
         "reason": output.outputs[0].finish_reason,
     }
-    if not params or "hidden_states_path" not in params:
+    path = (params or {}).get("hidden_states_path") or (params or {}).get("hidden_states_shard")
+    if path is None:
         return facts
-    record = load(params["hidden_states_path"], params.get("hidden_states_name"))
+    record = load(path, params.get("hidden_states_name"))
     info = record.info
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     stop = info.first_position + info.rows
