@@ -111,7 +111,7 @@ def ask(spec: dict[str, Any], max_tokens: int) -> Any:
 
 def read_answer(output: Any) -> dict[str, Any]:
     params = output.kv_transfer_params or {}
-    path = params.get("hidden_states_path") or params.get("hidden_states_shard")
+    path = params.get("hidden_states_path")
     return {
         "tokens": [*output.prompt_token_ids, *output.outputs[0].token_ids],
         "path": path,
