@@ -13,7 +13,10 @@ import pytest
 from vllm.utils.network_utils import get_open_port
 
 from bench.servers import counter
-from proposers.hidden_states import load
+from proposers.hidden_states import RecordDataset, load
+from proposers.hidden_states.backends import Server
+from proposers.hidden_states.collect import Collector
+from proposers.hidden_states.conversations import Lines, Renderer
 from proposers.hidden_states.storage import Storage
 from tests.support import record_scenarios
 from tests.support.children import TINY, ChildFailedError
@@ -235,6 +238,18 @@ def test_a_connector_without_extraction_stops_the_engine_with_a_remedy(tmp_path:
         run(record_scenarios.two_ranks, engine, root=str(tmp_path))
 
 
+def collect_from(url: str, folder: Path) -> RecordDataset:
+    """What the collector makes of three lines on that server."""
+    (folder / "data.jsonl").write_text(
+        '{"text": "import os"}\n{"text": "%s"}\n{"prompt": "def f"}\n' % ("x = 1 " * 300)
+    )
+    (folder / "collected").mkdir()
+    backend = Server(url, folder / "collected")
+    report = Collector(Lines(folder / "data.jsonl"), Renderer(TINY), backend, folder / "collected", 5).collect()
+    assert (report.records, report.failures.total()) == (2, 1)
+    return RecordDataset(folder / "collected")
+
+
 def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Path) -> None:
     arguments = records_engine(tmp_path / "records")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY, "--dtype", "float32"]
@@ -261,6 +276,7 @@ def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Pa
             together = list(pool.map(lambda _: complete().kv_transfer_params["hidden_states_path"], range(16)))
         assert all(load(path).info.rows == 4 for path in together)
         metrics = server.get("/metrics")
+        collected = collect_from(server.url, tmp_path)
         assert "Traceback" not in server.log.read_text()
         server.process.terminate()
         assert server.process.wait(timeout=60) == 0
@@ -268,6 +284,10 @@ def test_the_server_answers_with_the_path_of_a_record_that_is_there(tmp_path: Pa
     assert record.token_ids[:4].tolist() == [5, 6, 7, 8]
     assert answer.kv_transfer_params["hidden_states_path"] == str(tmp_path / "records" / "from" / "http.safetensors")
     assert len(set(together)) == 16
+    assert collected.names == ["000000/000000000", "000000/000000002"]  # moved here; the line between is too long
+    assert [len(item.token_ids) for item in collected] == [
+        item.info.num_prompt_tokens + more for item, more in zip(collected, (0, 4), strict=True)
+    ]
     assert counter(metrics, "vllm:hidden_states_records_written") == 17
     assert counter(metrics, "vllm:hidden_states_records_failed") == 0
     assert len(record_scenarios.files(tmp_path / "records")) == 17
