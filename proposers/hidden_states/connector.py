@@ -192,6 +192,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             num_prompt_tokens=request.num_prompt_tokens,
             finish_reason=str(reason),
             request_id=request.request_id,
+            encoding=self.settings.encoding,
         )
         self._number += 1
         token_ids = list(request.all_token_ids[start:stop])

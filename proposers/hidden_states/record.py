@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from proposers.hidden_states import fp8
+
 SCHEMA = "vllm-mtp-proposers/hidden-states/1"
 CONVENTION = "id i is the residual stream entering layer i; N is the output of the last layer, before the final norm"
 SUFFIX, SHARD_SUFFIX = ".safetensors", ".shard.safetensors"
@@ -34,6 +36,8 @@ class RecordInfo:
         first_position: the sequence position of row 0; rows are consecutive.
         num_prompt_tokens: of the whole prompt, whether it is in the rows or not.
         finish_reason: why the request ended: `stop`, `length` or `repetition`.
+        encoding: how the hidden states are stored: `plain`, in `dtype`, or `fp8_e4m3`, with scales; `load` gives either
+            in `dtype`.
     """
 
     layer_ids: tuple[int, ...]
@@ -45,6 +49,7 @@ class RecordInfo:
     num_prompt_tokens: int
     finish_reason: str
     request_id: str
+    encoding: str = "plain"
     convention: str = CONVENTION
     schema: str = SCHEMA
 
@@ -107,7 +112,11 @@ def load(path: str | Path, name: str | None = None) -> Record:
             info = RecordInfo.from_metadata(metadata)
         except ValueError as error:
             raise ValueError(f"{path} is no record. {error}") from None
-        return Record(file.get_tensor(f"{prefix}hidden_states"), file.get_tensor(f"{prefix}token_ids"), info)
+        hidden_states = file.get_tensor(f"{prefix}hidden_states")
+        if info.encoding == fp8.ENCODING:
+            scales = file.get_tensor(f"{prefix}{fp8.SCALES}")
+            hidden_states = fp8.dequantize(hidden_states, scales, getattr(torch, info.dtype))
+        return Record(hidden_states, file.get_tensor(f"{prefix}token_ids"), info)
 
 
 class RecordDataset(torch.utils.data.Dataset):

@@ -5,9 +5,11 @@ from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
+from proposers.hidden_states import fp8
 from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
 
 RECORDS_PER_FOLDER = 1000
+ENCODINGS = {"model": "plain", "fp8": fp8.ENCODING}
 _MAX_PART_BYTES, _MAX_NAME_BYTES = 200, 1000
 
 
@@ -23,6 +25,7 @@ class Settings:
         shard_seconds: and when its first record has waited that long.
         ring_bytes: host memory between the device and the writers.
         writer_threads: files that are written at the same time; a sharded engine has one.
+        dtype: of the files' rows: `model`, as they are, or `fp8`.
     """
 
     storage_root: str
@@ -32,6 +35,7 @@ class Settings:
     shard_seconds: float = 5.0
     ring_bytes: int = 256 << 20
     writer_threads: int = 4
+    dtype: str = "model"
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Settings":
@@ -50,7 +54,16 @@ class Settings:
                 raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {known[key].__name__}.")
             if known[key] in (int, float) and value <= 0:
                 raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
+        if extra.get("dtype", "model") not in ENCODINGS:
+            raise ValueError(
+                f"kv_connector_extra_config has dtype={extra['dtype']!r}; there are {', '.join(ENCODINGS)}."
+            )
         return cls(**extra)
+
+    @property
+    def encoding(self) -> str:
+        """As a record states it."""
+        return ENCODINGS[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

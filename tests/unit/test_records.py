@@ -1,5 +1,6 @@
 """Records without an engine: the format, names, the storage root, the ring and the writers."""
 
+import dataclasses
 import os
 import queue
 import shutil
@@ -84,6 +85,31 @@ def sorted_by_rank(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return sorted(tensors.values(), key=lambda tensor: -tensor.dim())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "shard"])
+def test_a_record_in_eight_bits_says_so_and_comes_back_in_the_models_dtype(
+    dtype: str, sharded: bool, tmp_path: Path
+) -> None:
+    source, storage = store(3, 8, getattr(torch, dtype)), Storage(tmp_path)
+    source.rows[:, :, 1] *= 1e4  # layers differ by orders of magnitude
+    source.rows[0, 0] = 0
+    jobs = [job(f"r{i}", 21, dtype) for i in range(2)]
+    jobs = [dataclasses.replace(j, info=dataclasses.replace(j.info, encoding="fp8_e4m3")) for j in jobs]
+    filled(source, *jobs)
+    results = written(ShardSink(storage, 1 << 30) if sharded else FileSink(storage), *jobs)
+    stored = 21 * len(LAYERS) * (HIDDEN + 4)
+    for result in results:
+        record = load(result.path, result.name)
+        exact = source.rows.flatten(0, 1)[:21].float()
+        assert record.info.encoding == "fp8_e4m3"
+        assert record.hidden_states.dtype is getattr(torch, dtype)
+        # Three bits after the first: half of the last one is a sixteenth. Far below a row's largest, steps are even.
+        tolerance = (exact.abs() / 16).maximum(exact.abs().amax(-1, keepdim=True) / 448 / 512)
+        assert ((record.hidden_states.float() - exact).abs() <= tolerance * 1.1).all()
+        assert torch.equal(record.token_ids, torch.arange(21))
+        assert stored <= result.num_bytes < stored + (0 if sharded else 2000) + sharded
+
+
 def test_a_dataset_has_the_records_of_files_and_shards_and_nothing_unfinished(tmp_path: Path) -> None:
     source, storage = store(4, 8), Storage(tmp_path)
     jobs = [job(f"{place}/{i}", 5 + i) for place in ("z", "a", "shard") for i in range(3)]
@@ -142,6 +168,7 @@ def test_what_is_no_record_is_told_apart(tmp_path: Path) -> None:
         ({"storage_root": "x", "storage_roof": "y"}, "has storage_roof; there are storage_root, include"),
         ({"storage_root": "x", "sharded": 1}, "sharded=1, which is no bool"),
         ({"storage_root": "x", "ring_bytes": True}, "ring_bytes=True, which is no int"),
+        ({"storage_root": "x", "dtype": "fp4"}, "dtype='fp4'; there are model, fp8"),
         ({"storage_root": "x", "writer_threads": 0}, "writer_threads=0: it has to be above 0"),
     ],
 )
