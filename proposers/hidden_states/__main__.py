@@ -59,6 +59,7 @@ def _add_collect(commands: Any) -> None:
     command.add_argument("--layers", type=_layers, help="layer ids, by commas; by default EAGLE-3's and the last")
     command.add_argument("--chat-template", type=Path, help="a Jinja file in place of the model's template")
     command.add_argument("--max-tokens", type=int, default=512, help="of an answer, where one is wanted (%(default)s)")
+    command.add_argument("--fp8", action="store_true", help="records in eight bits, of half the size")
     command.add_argument("--engine-args", type=json.loads, default={}, help="vLLM's, as a JSON object")
     command.add_argument("--anyway", action="store_true", help="even if the records may not fit on the disk")
 
@@ -72,8 +73,10 @@ def _collect(args: argparse.Namespace) -> int:
     from proposers.hidden_states.collect import Collector, Task, digest, digest_of_file
     from proposers.hidden_states.conversations import Lines, Renderer
 
-    if args.server and (args.layers or args.engine_args):
-        raise ValueError("--layers and --engine-args are of an engine of the collector's own; a server has its own.")
+    if args.server and (args.layers or args.engine_args or args.fp8):
+        raise ValueError(
+            "--layers, --fp8 and --engine-args are of an engine of the collector's own; a server has its own."
+        )
     renderer = Renderer(args.model, args.chat_template.read_text() if args.chat_template else None)
     args.out.mkdir(parents=True, exist_ok=True)
     template = digest((renderer.chat_template or "").encode())
@@ -82,7 +85,7 @@ def _collect(args: argparse.Namespace) -> int:
     if args.server:
         backend = Server(args.server, args.out)
     else:
-        backend = OwnEngine(args.model, args.layers, args.out, args.engine_args)
+        backend = OwnEngine(args.model, args.layers, args.out, args.engine_args, args.fp8)
     report = Collector(Lines(args.data), renderer, backend, args.out, args.max_tokens).collect(not args.anyway)
     print(report)
     return 1 if report.failures else 0

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from proposers.hidden_states import fp8
 from proposers.hidden_states.record import SUFFIX
 
 
@@ -55,15 +56,25 @@ class Backend(Protocol):
 class OwnEngine:
     """An engine in this process, which starts with the first request.
 
+    Args:
+        eight_bits: to write records in.
+
     Raises:
         ValueError: it can't be started with these arguments.
     """
 
-    def __init__(self, model: str, layer_ids: list[int] | None, out: Path, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        layer_ids: list[int] | None,
+        out: Path,
+        arguments: dict[str, Any],
+        eight_bits: bool = False,
+    ) -> None:
         from proposers.hidden_states.plan import LAYER_IDS_KEY, ExtractionPlan
 
         ids = default_layer_ids(model) if layer_ids is None else layer_ids
-        transfer = {"storage_root": str(out)}
+        transfer = {"storage_root": str(out), "dtype": "fp8" if eight_bits else "model"}
         self._arguments = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -83,7 +94,7 @@ class OwnEngine:
         config = self._engine_args().create_engine_config()
         plan = ExtractionPlan.of(config)
         assert plan is not None
-        self._row_bytes = plan.row_bytes
+        self._row_bytes = fp8.row_bytes(len(ids), plan.hidden_size) if eight_bits else plan.row_bytes
         self._at_once = 2 * config.scheduler_config.max_num_seqs
         self.max_length: int = config.model_config.max_model_len
 

@@ -228,5 +228,5 @@ class Collector:
         if check_space and needed > free:
             raise ValueError(
                 f"The records may take {needed / 1e9:.2f} GB and {self._collection.out} has {free / 1e9:.2f} GB: "
-                "name a folder on another disk, take fewer layers or less data, or collect --anyway."
+                "name a folder on another disk, take fewer layers, less data or --fp8, or collect --anyway."
             )

@@ -11,6 +11,11 @@ DTYPE = torch.float8_e4m3fn
 SCALES = "hidden_states_scales"
 
 
+def row_bytes(num_layers: int, hidden_size: int) -> int:
+    """Bytes that a token's rows take, with their scales."""
+    return num_layers * (hidden_size + torch.float32.itemsize)
+
+
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[T, L, H]` as e4m3 and their scales `[T, L, 1]` in float32: a row is the product of both."""
     exact = rows.float()

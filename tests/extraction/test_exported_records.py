@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from proposers.hidden_states import RecordDataset
+from proposers.hidden_states import RecordDataset, load
 from proposers.hidden_states.__main__ import main
 from proposers.hidden_states.final_norm import FinalNorm
 from tests.support import record_scenarios
@@ -96,3 +96,19 @@ def test_the_export_states_its_convention(exported: tuple[str, Path]) -> None:
     assert (facts["records"], facts["without_mask"], facts["windows"]) == (2, 0, 0)
     assert facts["aux_layer_ids"] == ([4, 2] if consumer == "speculators" else [3, 1])
     assert ("output of layer j" in facts["convention"]) == (consumer != "speculators")
+
+
+def test_records_in_eight_bits_are_what_speculators_fp8_transfer_reads(tmp_path: Path) -> None:
+    """As they are written, without an export."""
+    done = run(record_scenarios.two_ranks, records_engine(tmp_path, LAYERS, dtype="fp8"), root=str(tmp_path)).value
+    # Three bits after the first, of values that are compared with the largest.
+    assert all(facts["tokens equal"] and 1e-5 < facts["worst"] < 1 / 16 for facts in done["outputs"])
+    dataset = RecordDataset(tmp_path)
+    for i, (path, _) in enumerate(dataset.entries):
+        path.rename(tmp_path / f"hs_{i}.safetensors")
+    read = read_by_its_trainer("speculators-fp8", tmp_path)
+    assert len(read) == 2
+    for i, sample in enumerate(read):
+        record = load(tmp_path / f"hs_{i}.safetensors")
+        assert torch.equal(sample["hidden_states"], record.hidden_states)
+        assert torch.equal(sample["token_ids"], record.token_ids)

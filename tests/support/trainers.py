@@ -37,6 +37,14 @@ def speculators(out: Path) -> list[dict[str, torch.Tensor]]:
     return [dataset[i] for i in range(len(dataset))]
 
 
+def speculators_fp8(out: Path) -> list[dict[str, torch.Tensor]]:
+    """As `--hidden-states-backend fp8` does."""
+    from hs_connectors import FP8Transfer
+
+    transfer = FP8Transfer(out, dequantize_dtype=torch.float32)
+    return [transfer.get_cached(i) for i in range(len(list(out.glob("hs_*.safetensors"))))]
+
+
 def modelopt(out: Path) -> list[dict[str, torch.Tensor]]:
     """As `data.mode: offline` with `answer_only_loss` does."""
     from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
@@ -62,4 +70,5 @@ def specforge(out: Path) -> list[dict[str, torch.Tensor]]:
 
 if __name__ == "__main__":
     _, consumer, out, result = sys.argv
-    torch.save({"speculators": speculators, "modelopt": modelopt, "specforge": specforge}[consumer](Path(out)), result)
+    readers = {"speculators": speculators, "speculators-fp8": speculators_fp8, "modelopt": modelopt}
+    torch.save((readers | {"specforge": specforge})[consumer](Path(out)), result)
