@@ -258,7 +258,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "error. Leave sharded out for them."
             )
             return [ShardSink(self._storage, self.settings.shard_bytes)]
-        return [FileSink(self._storage) for _ in range(self.settings.writer_threads)]
+        return [FileSink(self._storage, self.settings.lock_files) for _ in range(self.settings.writer_threads)]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -26,6 +26,7 @@ class Settings:
         ring_bytes: host memory between the device and the writers.
         writer_threads: files that are written at the same time; a sharded engine has one.
         dtype: of the files' rows: `model`, as they are, or `fp8`.
+        lock_files: a `.lock` beside each file, which readers of vLLM's `ExampleHiddenStatesConnector` want to take.
     """
 
     storage_root: str
@@ -36,6 +37,7 @@ class Settings:
     ring_bytes: int = 256 << 20
     writer_threads: int = 4
     dtype: str = "model"
+    lock_files: bool = False
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Settings":

@@ -224,10 +224,10 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """A file per record."""
+    """A file per record, with a lock file beside it if somebody wants to take one."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, lock_files: bool = False) -> None:
+        self._storage, self._lock_files = storage, lock_files
 
     def write(self, job: Job) -> list[Written]:
         try:
@@ -245,6 +245,8 @@ class FileSink:
                 _write_all(file, job)
                 _sync(file)
                 num_bytes = file.tell()
+            if self._lock_files:
+                self._storage.touch(f"{job.name}.safetensors.lock")
             return self._storage.publish(temporary, f"{job.name}.safetensors", job.replace), num_bytes
         except BaseException:
             with suppress(OSError):
