@@ -47,9 +47,8 @@ class FinalNorm:
                 f"{' '.join(str(error).split())[:300]}. Export to speculators, which wants them before it."
             ) from error
 
-    @torch.inference_mode()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[T, H]` in float32 inside, and in the dtype of the hidden states outside."""
+        """`[T, H]` in float32 inside, and in the dtype of the hidden states outside; gradients go through it."""
         normed: torch.Tensor = self._norm(hidden.float())
         return normed.to(hidden.dtype)
 
@@ -75,7 +74,7 @@ def _load(folder: Path) -> nn.Module:
     else:
         names, norm = _norm_of_transformers(folder)
     norm.load_state_dict(_weights(folder, names, [name for name, _ in norm.named_parameters()]), assign=True)
-    return norm.eval()
+    return norm.eval().requires_grad_(False)
 
 
 def _norm_of_transformers(folder: Path) -> tuple[tuple[str], nn.Module]:

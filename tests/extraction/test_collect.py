@@ -1,6 +1,7 @@
 """The collector on an engine of its own, from data to an export; on a server it is in `test_connector.py`."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from proposers.hidden_states import RecordDataset
 from tests.support.chat_templates import WITHOUT_BLOCKS
 from tests.support.children import ROOT, TINY, child_environment
 
+PAGE = (ROOT / "docs" / "extraction.md").read_text()
 LAYERS = [2, 3, 6]
 
 
@@ -44,7 +46,9 @@ def test_it_collects_with_an_engine_of_its_own_and_exports_with_its_masks(tmp_pa
     (tmp_path / "template.jinja").write_text(WITHOUT_BLOCKS)
     engine = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 4}
     out, exported = tmp_path / "out", tmp_path / "exported"
-    collect = ["collect", "--model", TINY, "--data", str(tmp_path / "data.jsonl"), "--out", str(out)]
+    (of_the_page,) = re.findall(r"^python -m proposers.hidden_states (collect .*)$", PAGE, re.MULTILINE)
+    places = {"talks.jsonl": str(tmp_path / "data.jsonl"), "collected": str(out)}
+    collect = [places.get(word, word) for word in of_the_page.split()]
     collect += ["--chat-template", str(tmp_path / "template.jinja"), "--max-tokens", "8"]
     done = command(*collect, "--engine-args", json.dumps(engine))
     assert done.returncode == 1, done.stderr  # the last line is too long

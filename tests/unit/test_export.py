@@ -181,7 +181,10 @@ def test_the_final_norm_is_the_one_of_transformers(family: str, tmp_path: Path) 
     hidden = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = (model.model.embedding_norm if family == "lfm2" else model.model.norm)(hidden)
-    torch.testing.assert_close(FinalNorm(tmp_path)(hidden), expected, rtol=1e-5, atol=1e-5)
+    found = FinalNorm(tmp_path)(hidden.requires_grad_())  # a draft head is trained through it
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert hidden.grad is not None
 
 
 def write_norms(folder: Path, model_type: str, *names: str, **more: Any) -> Path:
