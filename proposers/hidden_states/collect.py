@@ -109,7 +109,7 @@ class Collection:
                         break  # the run before was killed while it wrote it
                     whole += len(line)
                     entry = json.loads(line)
-                    if (out / f"{entry['name']}{SUFFIX}").is_file():
+                    if entry["name"] not in self.done and (out / f"{entry['name']}{SUFFIX}").is_file():
                         self._count(entry["name"], entry["rows"])
         self._masks = open(out / MASKS, "ab")  # noqa: SIM115 (closed by close)
         self._masks.truncate(whole)

@@ -149,6 +149,9 @@ def test_it_goes_on_where_it_stopped(data: Path) -> None:
     report = collect(data, again)
     assert [request.number for request in again.ran] == [3, 4]
     assert (report.records, report.tokens) == (first.records, first.tokens)
+    nothing = Files(out)
+    report = collect(data, nothing)
+    assert (report.records, report.tokens, nothing.ran) == (first.records, first.tokens, [])
     names = [json.loads(line)["name"] for line in (out / "masks.jsonl").read_text().splitlines()]
     assert sorted(set(names)) == [f"000000/00000000{i}" for i in (0, 1, 3, 4)]
 
