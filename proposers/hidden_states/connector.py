@@ -107,8 +107,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         plan = ExtractionPlan.of(vllm_config)
         if plan is None:
             raise ValueError(
-                f"HiddenStatesConnector writes what the method {METHOD} extracts, and this engine doesn't. Give a "
-                "speculative_config with that method, or no HiddenStatesConnector."
+                f"vLLM's own proposer of the method {METHOD} keeps the hidden states here, and HiddenStatesConnector "
+                f"doesn't read what it keeps. Name one of the two connectors, not both."
             )
         self.stats = HiddenStatesStats()
         if role is KVConnectorRole.SCHEDULER:

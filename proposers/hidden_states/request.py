@@ -1,6 +1,7 @@
 """What a configuration and a request ask of the connector, and the names of records."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,6 +18,7 @@ class Settings:
 
     Attributes:
         storage_root: the folder that everything is written under.
+        layer_ids: what is kept, where the speculative method isn't extraction (`ExtractionPlan.of` checks them).
         include_output_tokens: rows of the output too, where a request doesn't say.
         sharded: few large files in place of one per request.
         shard_bytes: a shard is closed when it has that many, and whenever nothing else is left to do.
@@ -26,6 +28,7 @@ class Settings:
     """
 
     storage_root: str
+    layer_ids: Sequence[int] | None = None
     include_output_tokens: bool = False
     sharded: bool = False
     shard_bytes: int = 1 << 30
@@ -45,6 +48,8 @@ class Settings:
                 "hidden states are to be written under."
             )
         for key, value in extra.items():
+            if key == "layer_ids":
+                continue
             wanted: Any = (int, float) if known[key] is float else known[key]
             if not isinstance(value, wanted) or (isinstance(value, bool) and known[key] is not bool):
                 raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {known[key].__name__}.")

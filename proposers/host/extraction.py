@@ -19,7 +19,7 @@ from proposers.hidden_states.plan import (
     METHOD,
     ExtractionPlan,
     asks_for_hidden_states,
-    check_and_draft_nothing,
+    check_configuration,
 )
 from proposers.host.drafting import NO_REGISTRY, PLUGIN_PROPOSERS
 from proposers.host.patching import patch
@@ -43,7 +43,7 @@ NO_TENSORS_BESIDE = "a KVCacheConfig can hold supplementary tensors"
 def draft_nothing(original: Any) -> Any:
     def __post_init__(self: Any) -> None:
         if ExtractionPlan.of(self) is not None:
-            check_and_draft_nothing(self)
+            check_configuration(self)
         original(self)
 
     return __post_init__

@@ -7,7 +7,7 @@ import pytest
 from vllm.config import VllmConfig, replace
 from vllm.engine.arg_utils import EngineArgs
 
-from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing
+from proposers.hidden_states.plan import ExtractionPlan, check_configuration
 from proposers.plugin import register
 from tests.support.children import TINY
 from tests.support.engine_arguments import extract
@@ -110,7 +110,7 @@ def test_configurations_that_would_lose_rows_are_refused(config_name: str, name:
     config.speculative_config.num_speculative_tokens = 1
     setattr(getattr(config, config_name), name, value)
     with pytest.raises(ValueError, match=f"can't be served with {name}={value}"):
-        check_and_draft_nothing(config)
+        check_configuration(config)
 
 
 # Beside vLLM's own.
