@@ -19,7 +19,7 @@ from mtp.base import GroupProposer
 from mtp.capture import capture_residual_stream
 from mtp.groups import bind_kv_groups, choose_anchor
 from mtp.store import CacheOnlyAttention, RowStore
-from proposers.hidden_states.plan import ExtractionPlan
+from proposers.hidden_states.plan import ExtractionPlan, connector_of_records
 
 LAYER_NAME = "hidden_states.cache_only"
 
@@ -100,13 +100,14 @@ class ExtractHiddenStatesProposer(GroupProposer):
 
     @staticmethod
     def _bind(connector: Any, store: RowStore) -> None:
-        if not hasattr(connector, "bind_store"):
+        of_records = connector_of_records(connector)
+        if of_records is None:
             raise ValueError(
                 f"The KV connector {type(connector).__name__} doesn't take hidden states from vllm-mtp-proposers, and "
-                "keys and values that it brings in come without them. Use HiddenStatesConnector, or "
-                "MTP_PROPOSERS=upstream for vLLM's own extraction."
+                "keys and values that it brings in come without them. Use HiddenStatesConnector, by itself or in "
+                "MultiConnector, or MTP_PROPOSERS=upstream for vLLM's own extraction."
             )
-        connector.bind_store(store)
+        of_records.bind_store(store)
 
     def _keep_rows(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         stored = self.layer(self.rows)

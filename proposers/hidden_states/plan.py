@@ -108,6 +108,12 @@ def settings_of_connector(vllm_config: "VllmConfig") -> dict[str, Any] | None:
     return connectors_of(vllm_config).get(CONNECTOR)
 
 
+def connector_of_records(connector: Any) -> Any:
+    """The `HiddenStatesConnector` that a connector is, or has within it as a `MultiConnector`; None without one."""
+    among = [connector, *getattr(connector, "sub_connectors", ())]
+    return next((one for one in among if hasattr(one, "bind_store")), None)
+
+
 def is_left_to_the_host(vllm_config: "VllmConfig") -> bool:
     """Whether vLLM's own connector of hidden states is named."""
     return CONNECTOR_OF_THE_HOST in connectors_of(vllm_config)

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
 
@@ -25,6 +26,12 @@ class Settings:
         shard_seconds: and when its first record has waited that long.
         ring_bytes: host memory between the device and the writers.
         writer_threads: files that are written at the same time; a sharded engine has one.
+        wait_for_records: an answer waits for its record and carries its path. None: where extraction is the
+            speculative method, and not beside one that drafts.
+        sample_rate: the share of the requests that say nothing of a record which get one.
+        bytes_per_second: of records; None: as many as the disk takes.
+        disk_quota_bytes: of all files under the storage root; None: as many as there is room for.
+        record_drafts: what was drafted and how much of it was right, where a request doesn't say.
     """
 
     storage_root: str
@@ -35,11 +42,16 @@ class Settings:
     shard_seconds: float = 5.0
     ring_bytes: int = 256 << 20
     writer_threads: int = 4
+    wait_for_records: bool | None = None
+    sample_rate: float = 1.0
+    bytes_per_second: int | None = None
+    disk_quota_bytes: int | None = None
+    record_drafts: bool = False
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Settings":
         """Raises `ValueError` for keys and values that it doesn't know."""
-        known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+        known = {field.name: _plain_type(field.type) for field in fields(cls)}
         if unknown := sorted(set(extra) - set(known)):
             raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; there are {', '.join(known)}.")
         if not isinstance(extra.get("storage_root"), str) or not extra["storage_root"]:
@@ -48,14 +60,27 @@ class Settings:
                 "hidden states are to be written under."
             )
         for key, value in extra.items():
-            if key == "layer_ids":
-                continue
-            wanted: Any = (int, float) if known[key] is float else known[key]
-            if not isinstance(value, wanted) or (isinstance(value, bool) and known[key] is not bool):
-                raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {known[key].__name__}.")
-            if known[key] in (int, float) and value <= 0:
-                raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
+            if key != "layer_ids":  # the plan checks them
+                _check_setting(key, value, known[key])
+        if extra.get("sample_rate", 1) > 1:
+            raise ValueError(
+                f"kv_connector_extra_config has sample_rate={extra['sample_rate']}: it is a share up to 1."
+            )
         return cls(**extra)
+
+
+def _plain_type(annotation: Any) -> type:
+    """Without None, which stands for what isn't set."""
+    plain: type = next((one for one in get_args(annotation) if one is not NoneType), annotation)
+    return plain
+
+
+def _check_setting(key: str, value: Any, wanted: type) -> None:
+    allowed: Any = (int, float) if wanted is float else wanted
+    if not isinstance(value, allowed) or (isinstance(value, bool) and wanted is not bool):
+        raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {wanted.__name__}.")
+    if wanted in (int, float) and value <= 0:
+        raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +92,39 @@ class RecordRequest:
         include_output_tokens: rows of the output too; the token that was sampled last was not run and has none.
         window: sequence positions `[start, stop)` to keep of those.
         name: the record's path under the storage root, without suffix; the connector's choice where there is none.
+        drafts: what was drafted, too.
+        asked_for: it says itself that there is to be a record, so it isn't sampled.
     """
 
     extract: bool
     include_output_tokens: bool
     window: tuple[int, int] | None
     name: str | None
+    drafts: bool
+    asked_for: bool
 
     @classmethod
-    def of(cls, params: Any, include_output_tokens: bool) -> "RecordRequest":
+    def of(cls, params: Any, include_output_tokens: bool, record_drafts: bool = False) -> "RecordRequest":
         """Raises `ValueError` for what can't be done."""
         if params is None:
             params = {}
         if not isinstance(params, dict):
             raise ValueError(f"kv_transfer_params is {params!r} and should be an object.")
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in fields(cls) if field.name != "asked_for"]
         if unknown := sorted(map(str, set(params) - set(known))):
             raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
-        defaults = {"extract": True, "include_output_tokens": include_output_tokens}
+        defaults = {"extract": True, "include_output_tokens": include_output_tokens, "drafts": record_drafts}
         flags = {key: params.get(key, default) for key, default in defaults.items()}
         for key, value in flags.items():
             if not isinstance(value, bool):
                 raise ValueError(f"kv_transfer_params has {key}={value!r}, which is neither true nor false.")
         name = params.get("name")
-        return cls(**flags, window=_window(params.get("window")), name=None if name is None else checked_name(name))
+        return cls(
+            **flags,
+            window=_window(params.get("window")),
+            name=None if name is None else checked_name(name),
+            asked_for="extract" in params or name is not None,
+        )
 
     def rows(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
         """Positions `[start, stop)` to write.

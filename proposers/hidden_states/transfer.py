@@ -29,6 +29,10 @@ class RowTransfer:
     A batch of more than `piece_bytes` is copied in pieces of that size: the ring holds two, so that one is written
     while the next is copied, and the device holds one.
 
+    Args:
+        waits: for room in the ring, where too many blocks are kept for rows. Without, no step waits for the disk, and
+            the caller sees to it that there isn't much to keep.
+
     Attributes:
         gathers, copies: how often rows were gathered, and copied from the device.
 
@@ -36,8 +40,8 @@ class RowTransfer:
         ValueError: the ring can't hold two rows.
     """
 
-    def __init__(self, store: RowStore, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, store: RowStore, ring: Ring, waits: bool = True) -> None:
+        self._ring, self._waits = ring, waits
         self._pieces: deque[_Piece] = deque()
         self._kept_blocks = 0
         self.gathers = self.copies = 0
@@ -63,6 +67,11 @@ class RowTransfer:
         """Whether there are rows that the ring had no room for."""
         return bool(self._pieces)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of those rows."""
+        return sum(len(piece.slots) for piece in self._pieces) * self._row_bytes
+
     def submit(self, batch: Sequence[tuple[Job, Sequence[int], int]]) -> list[Callable[[], bool]]:
         """Copies the rows of these jobs, whose first position is `job.info.first_position`, or has them wait.
 
@@ -82,7 +91,7 @@ class RowTransfer:
             self._pieces.append(_Piece(piece, list(spans.next(len(piece)))))
         self._kept_blocks += sum(reading.kept_blocks for reading in readings)
         self.advance()
-        while self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
+        while self._waits and self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
             self._copy_next(self._ring.take(*self._next_size()))
         return [reading.is_done for reading in readings]
 

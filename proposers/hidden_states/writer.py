@@ -67,6 +67,12 @@ class Ring:
         self._regions: deque[Region] = deque()
         self._changed = threading.Condition()
 
+    @property
+    def used_bytes(self) -> int:
+        """How much is in use now."""
+        with self._changed:
+            return sum(region.stop - region.start for region in self._regions)
+
     def take(self, num_bytes: int, users: int) -> Region:
         """Room for that many bytes, and waits until there is.
 

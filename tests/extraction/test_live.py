@@ -1,0 +1,69 @@
+"""Records collected while a drafter drafts: the same rows as plain extraction's, of verified tokens only."""
+
+from typing import Any
+
+import pytest
+
+from tests.support import live_scenarios
+from tests.support.engine_arguments import mtp
+from tests.support.forked_engine import run
+from tests.support.live_scenarios import connector
+from tests.support.record_scenarios import records_engine
+
+# Of float32: a row is computed in other company, so its last bits may be others.
+TOLERANCE = 2e-5
+
+# Chunks of prompts, and too few blocks for all requests at once.
+CROWDED = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
+
+WAYS: dict[str, dict[str, Any]] = {
+    "V1": {"engine": mtp(3) | CROWDED, "count": 60, "max_tokens": 60},
+    "V1, overlapped": {"engine": mtp(6) | CROWDED | {"async_scheduling": True}, "count": 60, "max_tokens": 60},
+    "V2": {"engine": mtp(3) | CROWDED, "v2": True, "count": 12, "max_tokens": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each way of drafting gave, with how far its rows are from plain extraction's."""
+    roots = {name: tmp_path_factory.mktemp("records") for name in WAYS}
+    found = {}
+    for name, way in WAYS.items():
+        scenario = live_scenarios.live_asynchronous if "overlapped" in name else live_scenarios.live
+        arguments = {key: way[key] for key in ("v2", "count", "max_tokens") if key in way}
+        engine = way["engine"] | {"kv_transfer_config": connector(roots[name])}
+        found[name] = run(scenario, engine, root=str(roots[name]), **arguments).value
+    plain_root = tmp_path_factory.mktemp("plain")
+    engine = records_engine(plain_root)
+    worst = run(live_scenarios.plain, engine, root=str(plain_root), collected=[str(root) for root in roots.values()])
+    for name, root in roots.items():
+        found[name]["worst"] = worst.value["worst"][str(root)]
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_records_collected_while_drafting_are_those_of_plain_extraction(
+    collected: dict[str, dict[str, Any]], way: str
+) -> None:
+    found = collected[way]
+    assert found["records"] == found["finished"]
+    assert len(found["aborted"]) > 0
+    assert found["wrong"] == []
+    assert found["answers"] == []
+    assert found["worst"] < TOLERANCE
+    assert found["reasons"] == ["length", "stop"]
+    assert found["stop_strings"] > 0
+    counted = found["metrics"]
+    assert counted["hidden_states_records_written"] == len(found["records"])
+    assert counted["hidden_states_records_failed"] == counted["hidden_states_records_skipped"] == 0
+    assert 0 < counted["spec_decode_num_accepted_tokens"] < counted["spec_decode_num_draft_tokens"]
+    assert counted["prefix_cache_hits"] > 0
+
+
+def test_the_ways_are_what_they_say(collected: dict[str, dict[str, Any]]) -> None:
+    assert collected["V1"]["drafter"].startswith("proposers.")
+    assert collected["V2"]["drafter"].startswith("proposers.")
+    assert [found["async_scheduling"] for found in collected.values()][:2] == [False, True]
+    assert ".gpu." in collected["V2"]["runner"] or ".cpu" in collected["V2"]["runner"]
+    for way in ("V1", "V1, overlapped"):
+        assert collected[way]["metrics"]["num_preemptions"] > 0
