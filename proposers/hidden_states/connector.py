@@ -40,7 +40,8 @@ from vllm.v1.request import RequestStatus
 
 from mtp.groups import choose_anchor
 from mtp.store import RowStore
-from proposers.hidden_states.admission import REASONS, Admission
+from proposers.hidden_states.admission import LOADED, REASONS, Admission
+from proposers.hidden_states.loaded import LoadedBlocks
 from proposers.hidden_states.plan import METHOD, ExtractionPlan, asks_for_hidden_states
 from proposers.hidden_states.record import RecordInfo
 from proposers.hidden_states.request import RecordRequest, Settings, generated_name
@@ -141,6 +142,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._number = 0
             self._warn_of_sessions = True
             self._admission = Admission(self.settings, self._waits)
+            self._loaded = LoadedBlocks(self._anchor, self._block_size)
             self._stop_strings = StopStrings(vllm_config.model_config)
             self._standing: dict[str, int] = {}
             # Requests whose record is on its way: the output to be sent then, once the request's step has made one.
@@ -161,7 +163,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._loaded.note_hit(request.request_id, num_computed_tokens)
         return 0, False
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._loaded.bind(gpu_block_pool)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing is loaded."""
@@ -178,6 +184,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         ending = self._ending_of(request)
+        was_loaded = self._loaded.is_in(request.request_id, block_ids[self._anchor])
         if ending is None:
             return False, None
         try:
@@ -188,7 +195,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return False, {"error": str(error)}
         if take is None:
             return False, None
-        if reason := self._admission.admit(request.request_id, take.num_bytes, take.asked_for):
+        reason = LOADED if was_loaded else self._admission.admit(request.request_id, take.num_bytes, take.asked_for)
+        if reason is not None:
             self.stats.count(**{skipped(reason): 1})
             return False, {"skipped": REASONS[reason]} if self._waits else None
         self._takes.append(take)
@@ -236,6 +244,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return Take(info, blocks, kept_blocks, wanted.name, self._number, token_ids, num_bytes, wanted.asked_for)
 
     def build_connector_meta(self, scheduler_output: Any) -> HiddenStatesMetadata:
+        self._loaded.note_step(scheduler_output)
         takes, self._takes = self._takes, []
         return HiddenStatesMetadata(takes, idle=scheduler_output.total_num_scheduled_tokens == 0)
 

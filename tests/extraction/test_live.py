@@ -1,5 +1,6 @@
 """Records collected while a drafter drafts: the same rows as plain extraction's, of verified tokens only."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tests.support import live_scenarios
 from tests.support.engine_arguments import mtp
 from tests.support.forked_engine import run
-from tests.support.live_scenarios import connector
+from tests.support.live_scenarios import among_others, connector
 from tests.support.record_scenarios import records_engine
 
 # Of float32: a row is computed in other company, so its last bits may be others.
@@ -67,3 +68,15 @@ def test_the_ways_are_what_they_say(collected: dict[str, dict[str, Any]]) -> Non
     assert ".gpu." in collected["V2"]["runner"] or ".cpu" in collected["V2"]["runner"]
     for way in ("V1", "V1, overlapped"):
         assert collected[way]["metrics"]["num_preemptions"] > 0
+
+
+def test_beside_a_connector_that_loads_prompts_only_rows_that_were_computed_are_collected(tmp_path: Path) -> None:
+    """What another connector loads has no hidden states beside it, for whoever finds it in the prefix cache, too."""
+    engine = mtp(3) | {"kv_transfer_config": among_others(tmp_path)}
+    found = run(live_scenarios.beside_a_loader, engine, root=str(tmp_path)).value
+    assert found["written"] == {"computed": 2, "loaded": 0, "hit": 0, "hit of computed": 2}
+    assert found["worst"] < 1e-3
+    assert found["metrics"]["hidden_states_records_skipped"] == 4
+    assert found["metrics"]["hidden_states_records_written"] == 4
+    assert found["metrics"]["prefix_cache_hits"] >= 96 + 64
+    assert found["metrics"]["spec_decode_num_accepted_tokens"] > 0

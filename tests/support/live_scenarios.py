@@ -8,8 +8,10 @@ import torch
 from vllm import LLM, SamplingParams
 
 from bench.corpus import held_out_prompts
+from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import Record, RecordDataset
-from tests.support.record_scenarios import LAYERS, RING_BYTES, settle
+from tests.support.claiming_connector import LOADED_TOKEN
+from tests.support.record_scenarios import LAYERS, RING_BYTES, prompts, settle
 from tests.support.scenarios import allow_async_scheduling, class_path, metrics, runner
 
 # Whole records of several requests at once, so that none is skipped where that isn't the point.
@@ -20,6 +22,17 @@ def connector(root: Path | str, **settings: Any) -> dict[str, Any]:
     """`kv_transfer_config` for collecting into a folder beside whatever drafts."""
     settings = {"storage_root": str(root), "layer_ids": LAYERS, "ring_bytes": ROOMY} | settings
     return {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": settings}
+
+
+def among_others(root: Path | str, **settings: Any) -> dict[str, Any]:
+    """The same within vLLM's `MultiConnector`, behind a connector that loads the beginnings of some prompts."""
+    loader = {
+        "kv_connector": "ClaimingConnector",
+        "kv_connector_module_path": "tests.support.claiming_connector",
+        "kv_role": "kv_both",
+    }
+    extra = {"connectors": [loader, connector(root, **settings)]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def draw_requests(llm: LLM, count: int, seed: int, max_tokens: int) -> dict[str, tuple[list[int], SamplingParams]]:
@@ -116,3 +129,28 @@ def _distance(record: Record, output: Any) -> float:
     expected = load(output.kv_transfer_params["hidden_states_path"])
     assert torch.equal(expected.token_ids, record.token_ids)
     return float((record.hidden_states - expected.hidden_states).abs().max() / expected.hidden_states.abs().max())
+
+
+def beside_a_loader(llm: LLM, root: str) -> dict[str, Any]:
+    """Requests whose beginning another connector loads, requests that find their blocks, and others."""
+    shared = prompts(96, seed=5)[0]
+    kinds = {
+        "computed": prompts(40, 90, seed=1),
+        "loaded": [[LOADED_TOKEN, *prompt] for prompt in prompts(100, 70, seed=2)],
+        "hit": [[LOADED_TOKEN, *prompt] for prompt in prompts(100, 70, seed=2)],
+        "hit of computed": [[*shared, 7, 8], [*shared, 9, 10]],
+    }
+    ask = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    written = {}
+    for kind, batch in kinds.items():
+        before = len(RecordDataset(root).entries)
+        for prompt in batch:  # one after the other, so that later ones find the blocks of earlier ones
+            llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)
+            settle(llm)
+        written[kind] = len(RecordDataset(root).entries) - before
+    expected = residual_stream_of(llm.llm_engine.vllm_config.model_config.model)
+    worst = max(
+        float((record.hidden_states - expected(record.token_ids.tolist())[:, LAYERS]).abs().max())
+        for record in RecordDataset(root)
+    )
+    return {"written": written, "worst": worst, "metrics": metrics(llm)}
