@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.support import live_scenarios
+from proposers.hidden_states.admission import REASONS, SAMPLING
+from tests.support import live_scenarios, record_scenarios
 from tests.support.engine_arguments import mtp
 from tests.support.forked_engine import run
 from tests.support.live_scenarios import among_others, connector
-from tests.support.record_scenarios import records_engine
+from tests.support.record_scenarios import RING_BYTES, records_engine
 
 # Of float32: a row is computed in other company, so its last bits may be others.
 TOLERANCE = 2e-5
@@ -56,7 +57,8 @@ def test_records_collected_while_drafting_are_those_of_plain_extraction(
     assert found["stop_strings"] > 0
     counted = found["metrics"]
     assert counted["hidden_states_records_written"] == len(found["records"])
-    assert counted["hidden_states_records_failed"] == counted["hidden_states_records_skipped"] == 0
+    assert counted["hidden_states_records_failed"] == 0
+    assert found["skipped"] == {}
     assert 0 < counted["spec_decode_num_accepted_tokens"] < counted["spec_decode_num_draft_tokens"]
     assert counted["prefix_cache_hits"] > 0
 
@@ -76,7 +78,32 @@ def test_beside_a_connector_that_loads_prompts_only_rows_that_were_computed_are_
     found = run(live_scenarios.beside_a_loader, engine, root=str(tmp_path)).value
     assert found["written"] == {"computed": 2, "loaded": 0, "hit": 0, "hit of computed": 2}
     assert found["worst"] < 1e-3
-    assert found["metrics"]["hidden_states_records_skipped"] == 4
+    assert found["skipped"] == {"loaded": 4}
     assert found["metrics"]["hidden_states_records_written"] == 4
     assert found["metrics"]["prefix_cache_hits"] >= 96 + 64
     assert found["metrics"]["spec_decode_num_accepted_tokens"] > 0
+
+
+def test_a_disk_that_stands_still_holds_back_no_answer_and_no_step_and_skips_whole_records(tmp_path: Path) -> None:
+    engine = mtp(3) | {"kv_transfer_config": connector(tmp_path, ring_bytes=RING_BYTES)}
+    found = run(live_scenarios.serving_first, engine, root=str(tmp_path)).value
+    for name, rows, skipped in (("short", [20 + 9], 3), ("long", [150 + 9], 1)):
+        facts = found[name]
+        assert facts["stood still"]
+        assert set(facts["answers"]) == {10}
+        assert set(facts["params"]) == {None}
+        assert facts["new files meanwhile"] == 0
+        assert facts["rows"] == rows
+        assert facts["skipped"] == skipped
+    assert found["after"] == [None, True]
+    assert found["worst"] < 1e-3
+    assert found["blocks in use"] == 0
+
+
+def test_an_answer_waits_for_its_record_beside_drafts_where_that_is_asked_for(tmp_path: Path) -> None:
+    engine = mtp(3) | {"kv_transfer_config": connector(tmp_path, wait_for_records=True, sample_rate=1e-9)}
+    done = run(record_scenarios.two_ranks, engine, root=str(tmp_path)).value
+    assert [facts["params"] for facts in done["outputs"]] == [{"skipped": REASONS[SAMPLING]}] * 2
+    del engine["kv_transfer_config"]["kv_connector_extra_config"]["sample_rate"]
+    done = run(record_scenarios.two_ranks, engine, root=str(tmp_path)).value
+    assert [facts["worst"] < TOLERANCE for facts in done["outputs"]] == [True, True]

@@ -1,6 +1,7 @@
 """Scenarios for `tests.support.forked_engine.run`: records that are collected while an engine drafts."""
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from vllm import LLM, SamplingParams
 from bench.corpus import held_out_prompts
 from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import Record, RecordDataset
+from proposers.hidden_states.storage import Storage
 from tests.support.claiming_connector import LOADED_TOKEN
-from tests.support.record_scenarios import LAYERS, RING_BYTES, prompts, settle
+from tests.support.record_scenarios import LAYERS, RING_BYTES, ask, generate, prompts, settle
 from tests.support.scenarios import allow_async_scheduling, class_path, metrics, runner
 
 # Whole records of several requests at once, so that none is skipped where that isn't the point.
@@ -89,6 +91,7 @@ def live(llm: LLM, root: str, count: int, max_tokens: int, seed: int = 0, aborts
         "runner": type(runner(llm)).__module__,
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         "metrics": metrics(llm),
+        "skipped": skipped(llm),
     }
 
 
@@ -148,9 +151,57 @@ def beside_a_loader(llm: LLM, root: str) -> dict[str, Any]:
             llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)
             settle(llm)
         written[kind] = len(RecordDataset(root).entries) - before
+    return {"written": written, "worst": worst_error(llm, root), "skipped": skipped(llm), "metrics": metrics(llm)}
+
+
+def serving_first(llm: LLM, root: str) -> dict[str, Any]:
+    """A disk that stands still while requests come and go; then one that writes again."""
+    create, gate = Storage.create, threading.Event()
+    watchdog = threading.Timer(60, gate.set)  # an engine that waits for the gate would wait forever
+    watchdog.daemon = True
+    watchdog.start()
+
+    def wait_and_create(self: Any) -> Any:
+        gate.wait()
+        return create(self)
+
+    Storage.create = wait_and_create  # type: ignore[method-assign]
+    facts: dict[str, Any] = {}
+    # Of forty rows the ring takes one record of some thirty; of more than a ring it takes one alone, in pieces.
+    for name, lengths in {"short": (20, 22, 24, 26), "long": (150, 26)}.items():
+        gate.clear()
+        before = skipped(llm).get("lag", 0)
+        outputs = [generate(llm, [prompt], [ask(10, include_output_tokens=True)])[0] for prompt in prompts(*lengths)]
+        stood_still = not gate.is_set()
+        files_meanwhile = len(RecordDataset(root))
+        gate.set()
+        settle(llm)
+        facts[name] = {
+            "answers": [output["output"] for output in outputs],
+            "params": [output["params"] for output in outputs],
+            "stood still": stood_still,
+            "new files meanwhile": files_meanwhile - sum(len(kind["rows"]) for kind in facts.values()),
+            "rows": [record.info.rows for record in RecordDataset(root)][sum(len(k["rows"]) for k in facts.values()) :],
+            "skipped": skipped(llm).get("lag", 0) - before,
+        }
+    after = generate(llm, prompts(33), ask(10, name="asked/for"))
+    settle(llm)
+    facts["worst"] = worst_error(llm, root)
+    facts["after"] = [after[0]["params"], Path(root, "asked/for.safetensors").exists()]
+    facts["blocks in use"] = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
+    return facts
+
+
+def skipped(llm: LLM) -> dict[str, int]:
+    """Records that were skipped, by reason."""
+    found = [metric for metric in llm.get_metrics() if metric.name == "vllm:hidden_states_records_skipped"]
+    return {metric.labels["reason"]: int(metric.value) for metric in found if metric.value}
+
+
+def worst_error(llm: LLM, root: str) -> float:
+    """The largest difference of any record's row from the dense reference's."""
     expected = residual_stream_of(llm.llm_engine.vllm_config.model_config.model)
-    worst = max(
+    return max(
         float((record.hidden_states - expected(record.token_ids.tolist())[:, LAYERS]).abs().max())
         for record in RecordDataset(root)
     )
-    return {"written": written, "worst": worst, "metrics": metrics(llm)}

@@ -25,7 +25,9 @@ def make(root: Path, clock: Clock | None = None, waits: bool = False, **settings
 
 def test_a_share_is_the_same_requests_each_time_and_those_that_ask_are_in_it(tmp_path: Path) -> None:
     ids = [f"cmpl-{i}" for i in range(2000)]
-    taken = [[i for i in ids if make(tmp_path, sample_rate=rate).admit(i, 1, False) is None] for rate in (0.2, 0.2, 0.5)]
+    taken = [
+        [i for i in ids if make(tmp_path, sample_rate=rate).admit(i, 1, False) is None] for rate in (0.2, 0.2, 0.5)
+    ]
     assert taken[0] == taken[1]
     assert set(taken[0]) < set(taken[2])
     assert [0.17 < len(of_rate) / 2000 < 0.23 for of_rate in taken[:2]] == [True, True]
