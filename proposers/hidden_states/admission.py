@@ -56,13 +56,13 @@ class Admission:
         """Records that were admitted and of which it is not known yet what became of them."""
         return len(self._in_flight)
 
-    def admit(self, request_id: str, num_bytes: int, asked_for: bool) -> str | None:
-        """Admits a record of that size, or says why it is skipped.
+    def is_sampled(self, request_id: str) -> bool:
+        """Whether a request that doesn't ask for a record is in the share; the same answer each time."""
+        return zlib.crc32(request_id.encode()) < self._sample_rate * 2**32
 
-        Args:
-            asked_for: by the request itself, so it isn't sampled.
-        """
-        reason = SAMPLING if not asked_for and not self._is_sampled(request_id) else self._why_not(num_bytes)
+    def admit(self, request_id: str, num_bytes: int) -> str | None:
+        """Admits a record of that size, or says why it is skipped."""
+        reason = self._why_not(num_bytes)
         if reason is None:
             self._admitted_bytes += num_bytes
             self._in_flight[request_id] = num_bytes
@@ -71,9 +71,6 @@ class Admission:
             if self._usage is not None:
                 self._usage.added += num_bytes
         return reason
-
-    def _is_sampled(self, request_id: str) -> bool:
-        return zlib.crc32(request_id.encode()) < self._sample_rate * 2**32
 
     def _why_not(self, num_bytes: int) -> str | None:
         if not self._has_room_on_disk(num_bytes):

@@ -23,10 +23,11 @@ for the writers a little, so that nobody spins.
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -40,7 +41,8 @@ from vllm.v1.request import RequestStatus
 
 from mtp.groups import choose_anchor
 from mtp.store import RowStore
-from proposers.hidden_states.admission import LOADED, REASONS, Admission
+from proposers.hidden_states.admission import LOADED, REASONS, SAMPLING, Admission
+from proposers.hidden_states.drafts import Step, StepLog, drafts_of_steps, slots_of_steps
 from proposers.hidden_states.loaded import LoadedBlocks
 from proposers.hidden_states.plan import METHOD, ExtractionPlan, asks_for_hidden_states
 from proposers.hidden_states.record import RecordInfo
@@ -72,7 +74,7 @@ class Take:
         name: under the storage root; None leaves it to the worker.
         token_ids: of the rows.
         num_bytes: of the rows.
-        asked_for: by the request itself.
+        steps, preemptions: of the request, where drafts are recorded.
     """
 
     info: RecordInfo
@@ -82,7 +84,8 @@ class Take:
     number: int
     token_ids: list[int]
     num_bytes: int
-    asked_for: bool
+    steps: list[Step] | None
+    preemptions: int
 
 
 @dataclass
@@ -144,6 +147,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._admission = Admission(self.settings, self._waits)
             self._loaded = LoadedBlocks(self._anchor, self._block_size)
             self._stop_strings = StopStrings(vllm_config.model_config)
+            self.step_log = StepLog() if plan.num_drafts else None
             self._standing: dict[str, int] = {}
             # Requests whose record is on its way: the output to be sent then, once the request's step has made one.
             self._held: dict[str, tuple[int, EngineCoreOutput] | None] = {}
@@ -183,42 +187,42 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        ending = self._ending_of(request)
+        steps = None if self.step_log is None else self.step_log.pop(request.request_id)
         was_loaded = self._loaded.is_in(request.request_id, block_ids[self._anchor])
-        if ending is None:
+        if request.status not in _COMPLETE and not self._stop_strings.may_have_ended(request):
             return False, None
         try:
-            take = self._plan_take(request, block_ids, *ending)
+            wanted = RecordRequest.of(request.kv_transfer_params, self.settings.include_output_tokens)
+            if not wanted.extract:
+                return False, None
+            if not wanted.asked_for and not self._admission.is_sampled(request.request_id):
+                return self._skip(SAMPLING)
+            take = self._plan_take(request, block_ids, wanted, steps)
         except ValueError as error:
             self.stats.count(records_failed=1)
             log_failure(request.request_id, str(error))  # a streamed answer doesn't carry it
             return False, {"error": str(error)}
         if take is None:
             return False, None
-        reason = LOADED if was_loaded else self._admission.admit(request.request_id, take.num_bytes, take.asked_for)
-        if reason is not None:
-            self.stats.count(**{skipped(reason): 1})
-            return False, {"skipped": REASONS[reason]} if self._waits else None
+        if reason := LOADED if was_loaded else self._admission.admit(request.request_id, take.num_bytes):
+            return self._skip(reason)
         self._takes.append(take)
         if self._waits and request.status in _COMPLETE:
             self._held[request.request_id] = None
         return True, None
 
-    def _ending_of(self, request: Any) -> tuple[int, FinishReason] | None:
-        """The number of tokens of a request that has ended, and why; None for one that was broken off."""
-        reason = RequestStatus.get_finished_reason(request.status)
-        if request.status not in _COMPLETE and reason is not FinishReason.ABORT:
-            return None
-        if (num_output_tokens := self._stop_strings.tokens_up_to(request)) is not None:
-            return request.num_prompt_tokens + num_output_tokens, FinishReason.STOP
-        return None if reason is FinishReason.ABORT else (request.num_tokens, reason)
+    def _skip(self, reason: str) -> tuple[bool, dict[str, Any] | None]:
+        self.stats.count(**{skipped(reason): 1})
+        return False, {"skipped": REASONS[reason]} if self._waits else None
 
     def _plan_take(
-        self, request: Any, block_ids: tuple[list[int], ...], num_tokens: int, reason: FinishReason
+        self, request: Any, block_ids: tuple[list[int], ...], wanted: RecordRequest, steps: list[Step] | None
     ) -> Take | None:
-        settings = self.settings
-        wanted = RecordRequest.of(request.kv_transfer_params, settings.include_output_tokens, settings.record_drafts)
-        if not wanted.extract:
+        """What to take out of the store; None for a request that was broken off."""
+        reason, num_tokens = RequestStatus.get_finished_reason(request.status), request.num_tokens
+        if (num_output_tokens := self._stop_strings.tokens_up_to(request)) is not None:
+            reason, num_tokens = FinishReason.STOP, request.num_prompt_tokens + num_output_tokens
+        if reason is FinishReason.ABORT:
             return None
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ValueError("The prompt has embeddings in it, and a record is of token ids. Give token ids alone.")
@@ -238,10 +242,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             request_id=request.request_id,
         )
         self._number += 1
-        token_ids = list(request.all_token_ids[start:stop])
-        kept_blocks = sum(block_id != NULL_BLOCK for of_group in block_ids for block_id in of_group)
-        num_bytes = info.rows * self._plan.row_bytes
-        return Take(info, blocks, kept_blocks, wanted.name, self._number, token_ids, num_bytes, wanted.asked_for)
+        return Take(
+            info=info,
+            block_ids=blocks,
+            kept_blocks=sum(block_id != NULL_BLOCK for of_group in block_ids for block_id in of_group),
+            name=wanted.name,
+            number=self._number,
+            token_ids=list(request.all_token_ids[start:stop]),
+            num_bytes=info.rows * self._plan.row_bytes,
+            steps=None if steps is None else [step for step in steps if start <= step.row < stop],
+            preemptions=request.num_preemptions,
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> HiddenStatesMetadata:
         self._loaded.note_step(scheduler_output)
@@ -322,7 +333,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         batch = []
         for take in takes:
             name = take.name or generated_name(self._storage.run, take.number, take.info.request_id)
-            job = Job(name, take.name is None, take.info, take.token_ids, row_shape)
+            job = Job(name, take.name is None, take.info, take.token_ids, row_shape, *self._extras_of(take))
             batch.append((job, take.block_ids, take.kept_blocks))
             self._writers.submit(job)
             self._rows[take.info.request_id] = take.info.rows
@@ -334,6 +345,19 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 job.parts.put(None)
             raise
         self._reading |= zip((take.info.request_id for take in takes), were_read, strict=True)
+
+    def _extras_of(self, take: Take) -> tuple[Any, ...]:
+        steps = take.steps
+        if steps is None:
+            return ()
+        assert self._transfer is not None
+        found = self._transfer.copy_drafts(slots_of_steps(steps, take.block_ids, self._transfer.block_size))
+        shapes = (("draft_rows", (len(steps),)), ("draft_counts", (len(steps), 2)), ("draft_tokens", found.shape))
+
+        def read() -> Mapping[str, torch.Tensor]:
+            return drafts_of_steps(steps, found, take.token_ids, take.info.first_position, take.preemptions)
+
+        return shapes, read
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         meta = self._get_connector_metadata()

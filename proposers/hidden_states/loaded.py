@@ -1,7 +1,7 @@
 """Blocks whose keys and values another KV connector brought in: they come without hidden states.
 
-Within vLLM's `MultiConnector` an offloading connector may load the beginning of a prompt. Its rows were not computed, so
-the store has none beside those keys, and a later request that finds these blocks in the prefix cache has none either.
+Within vLLM's `MultiConnector` an offloading connector may load the beginning of a prompt. Its rows were not computed,
+so the store has none beside those keys, and whoever finds these blocks in the prefix cache later has none either.
 """
 
 from typing import Any
@@ -49,7 +49,8 @@ class LoadedBlocks:
         self._found_here.pop(request_id, None)
         itself = request_id in self._requests
         self._requests.discard(request_id)
-        return any([self._lacks_rows(block_id) for block_id in block_ids if block_id in self._keys]) or itself
+        lacking = [block_id for block_id in block_ids if block_id in self._keys and self._lacks_rows(block_id)]
+        return itself or bool(lacking)
 
     def _lacks_rows(self, block_id: int) -> bool:
         key = self._key(block_id)

@@ -26,12 +26,14 @@ class ExtractionPlan:
             last one, before the final norm.
         num_layers: decoder layers of the target.
         hidden_size, dtype: of the target.
+        num_drafts: drafts of a step that are kept beside the row that they follow; 0: none are kept.
     """
 
     layer_ids: tuple[int, ...]
     num_layers: int
     hidden_size: int
     dtype: "torch.dtype"
+    num_drafts: int = 0
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> "ExtractionPlan | None":
@@ -65,12 +67,20 @@ class ExtractionPlan:
         model_config = vllm_config.model_config if config is None else config.target_model_config
         num_layers = model_config.get_total_num_hidden_layers()
         ids = _check_layer_ids(layer_ids, num_layers, where)
-        return cls(ids, num_layers, model_config.get_hidden_size(), model_config.dtype)
+        num_drafts = 0
+        if settings is not None and settings.get("record_drafts") and config is not None:
+            num_drafts = config.num_speculative_tokens
+        return cls(ids, num_layers, model_config.get_hidden_size(), model_config.dtype, num_drafts)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one token's rows take."""
+        """Bytes that one token's rows take in a record."""
         return len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a token takes in the store: its row, and the drafts that follow it, as int32."""
+        return self.row_bytes + 4 * self.num_drafts
 
 
 def _check_layer_ids(layer_ids: Any, num_layers: int, where: str) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Settings:
         sample_rate: the share of the requests that say nothing of a record which get one.
         bytes_per_second: of records; None: as many as the disk takes.
         disk_quota_bytes: of all files under the storage root; None: as many as there is room for.
-        record_drafts: what was drafted and how much of it was right, where a request doesn't say.
+        record_drafts: a record has what was drafted for its request, step by step, and how much of it was accepted.
     """
 
     storage_root: str
@@ -92,7 +92,6 @@ class RecordRequest:
         include_output_tokens: rows of the output too; the token that was sampled last was not run and has none.
         window: sequence positions `[start, stop)` to keep of those.
         name: the record's path under the storage root, without suffix; the connector's choice where there is none.
-        drafts: what was drafted, too.
         asked_for: it says itself that there is to be a record, so it isn't sampled.
     """
 
@@ -100,11 +99,10 @@ class RecordRequest:
     include_output_tokens: bool
     window: tuple[int, int] | None
     name: str | None
-    drafts: bool
     asked_for: bool
 
     @classmethod
-    def of(cls, params: Any, include_output_tokens: bool, record_drafts: bool = False) -> "RecordRequest":
+    def of(cls, params: Any, include_output_tokens: bool) -> "RecordRequest":
         """Raises `ValueError` for what can't be done."""
         if params is None:
             params = {}
@@ -113,7 +111,7 @@ class RecordRequest:
         known = [field.name for field in fields(cls) if field.name != "asked_for"]
         if unknown := sorted(map(str, set(params) - set(known))):
             raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
-        defaults = {"extract": True, "include_output_tokens": include_output_tokens, "drafts": record_drafts}
+        defaults = {"extract": True, "include_output_tokens": include_output_tokens}
         flags = {key: params.get(key, default) for key, default in defaults.items()}
         for key, value in flags.items():
             if not isinstance(value, bool):

@@ -63,6 +63,10 @@ class RowTransfer:
         self._stream = torch.cuda.Stream(self._rows.device) if self._rows.is_cuda else None
 
     @property
+    def block_size(self) -> int:
+        return self._store.block_size
+
+    @property
     def waiting(self) -> bool:
         """Whether there are rows that the ring had no room for."""
         return bool(self._pieces)
@@ -94,6 +98,22 @@ class RowTransfer:
         while self._waits and self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
             self._copy_next(self._ring.take(*self._next_size()))
         return [reading.is_done for reading in readings]
+
+    def copy_drafts(self, slots: np.ndarray) -> torch.Tensor:
+        """Asks for the drafts at these slots `[num_steps]`: they are there when rows that are submitted later are.
+
+        Returns:
+            `[num_steps, num_drafts]` int32.
+        """
+        assert self._store.drafts is not None
+        drafts, indices = self._store.drafts.flatten(0, 1).flatten(1), torch.from_numpy(slots)
+        if self._stream is None:
+            return drafts.index_select(0, indices)
+        host = torch.empty(len(slots), drafts.shape[1], dtype=drafts.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(drafts.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(drafts.index_select(0, async_tensor_h2d(indices, device=drafts.device)), non_blocking=True)
+        return host
 
     def advance(self) -> None:
         """Copies of what waits as much as the ring has room for."""

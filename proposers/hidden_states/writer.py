@@ -7,12 +7,13 @@ wait where they are (`RowTransfer`).
 
 import json
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,8 @@ class Job:
         name: path under the storage root without suffix, or the name within a shard.
         replace: the name is the connector's own, so nobody else has it.
         row_shape: `[L, H]`.
+        extras: int32 tensors that come after the rows, name and shape of each.
+        read_extras: gives them by name, once the rows have arrived.
     """
 
     name: str
@@ -147,6 +150,8 @@ class Job:
     info: RecordInfo
     token_ids: Sequence[int]
     row_shape: tuple[int, int]
+    extras: Sequence[tuple[str, Sequence[int]]] = ()
+    read_extras: Callable[[], Mapping[str, torch.Tensor]] | None = None
     parts: "queue.SimpleQueue[Part | None]" = field(default_factory=queue.SimpleQueue)
     missing: int = field(init=False)
 
@@ -165,6 +170,7 @@ class Job:
         return [
             (f"{prefix}token_ids", "I64", (rows,), rows * 8),
             (f"{prefix}hidden_states", DTYPES[self.info.dtype], (rows, *self.row_shape), self.row_bytes),
+            *((f"{prefix}{name}", "I32", shape, 4 * math.prod(shape)) for name, shape in self.extras),
         ]
 
     def chunks(self) -> Generator[memoryview, None, None]:
@@ -183,6 +189,10 @@ class Job:
                 yield memoryview(rows)
             finally:
                 part.region.release()
+        values = {} if self.read_extras is None else self.read_extras()
+        for name, _ in self.extras:
+            extra: Any = values[name].contiguous().numpy()
+            yield memoryview(extra.tobytes())
 
     def drop(self) -> None:
         """Takes what is still to come and releases it."""

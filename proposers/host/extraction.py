@@ -246,11 +246,11 @@ def _with_rows(
     def with_rows() -> Iterator[None]:
         with context or nullcontext():
             yield
-            rows.append(extractor.allocate(kv_cache_config, *block_tables()))
+            rows.extend(extractor.allocate(kv_cache_config, *block_tables()))
 
     result = allocate(with_rows())
     # Where the host copies blocks, it copies every tensor of this list.
-    runner.kv_caches += [tensor for tensor in rows if tensor is not None]
+    runner.kv_caches += rows
     return result
 
 
@@ -269,7 +269,7 @@ def _row_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
         return 0
     from mtp.store import row_bytes_per_block
 
-    return row_bytes_per_block(kv_cache_groups, plan.row_bytes)
+    return row_bytes_per_block(kv_cache_groups, plan.stored_bytes)
 
 
 @patch(

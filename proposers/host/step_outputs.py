@@ -22,10 +22,12 @@ def follow_outputs(original: Any) -> Any:
         controller = controller_of(self)
         if controller is not None:
             controller.end_step()
+        connector = connector_of_records(self.connector)
+        if connector is not None and connector.step_log is not None:
+            connector.step_log.note(self.requests, scheduler_output, model_runner_output)
         outputs = original(self, scheduler_output, model_runner_output)
         if controller is not None:
             end_step(self, controller, scheduler_output)
-        connector = connector_of_records(self.connector)
         return outputs if connector is None else connector.hold_back(outputs)
 
     return update_from_output

@@ -1,5 +1,6 @@
 """Records collected while a drafter drafts: the same rows as plain extraction's, of verified tokens only."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ TOLERANCE = 2e-5
 CROWDED = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
 
 WAYS: dict[str, dict[str, Any]] = {
-    "V1": {"engine": mtp(3) | CROWDED, "count": 60, "max_tokens": 60},
-    "V1, overlapped": {"engine": mtp(6) | CROWDED | {"async_scheduling": True}, "count": 60, "max_tokens": 60},
-    "V2": {"engine": mtp(3) | CROWDED, "v2": True, "count": 12, "max_tokens": 12},
+    "V1": {"engine": mtp(3) | CROWDED, "count": 40, "max_tokens": 60},
+    "V1, overlapped": {"engine": mtp(6) | CROWDED | {"async_scheduling": True}, "count": 40, "max_tokens": 60},
+    "V2": {"engine": mtp(3) | CROWDED, "v2": True, "count": 8, "max_tokens": 10, "aborts": 1},
 }
 
 
@@ -32,8 +33,8 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     found = {}
     for name, way in WAYS.items():
         scenario = live_scenarios.live_asynchronous if "overlapped" in name else live_scenarios.live
-        arguments = {key: way[key] for key in ("v2", "count", "max_tokens") if key in way}
-        engine = way["engine"] | {"kv_transfer_config": connector(roots[name])}
+        arguments = {key: way[key] for key in ("v2", "count", "max_tokens", "aborts") if key in way}
+        engine = way["engine"] | {"kv_transfer_config": connector(roots[name], record_drafts=True)}
         found[name] = run(scenario, engine, root=str(roots[name]), **arguments).value
     plain_root = tmp_path_factory.mktemp("plain")
     engine = records_engine(plain_root)
@@ -53,14 +54,24 @@ def test_records_collected_while_drafting_are_those_of_plain_extraction(
     assert found["wrong"] == []
     assert found["answers"] == []
     assert found["worst"] < TOLERANCE
-    assert found["reasons"] == ["length", "stop"]
-    assert found["stop_strings"] > 0
+    assert found["stop_strings"] > 0 or way == "V2"  # of whose few requests none may come to one
     counted = found["metrics"]
     assert counted["hidden_states_records_written"] == len(found["records"])
     assert counted["hidden_states_records_failed"] == 0
     assert found["skipped"] == {}
     assert 0 < counted["spec_decode_num_accepted_tokens"] < counted["spec_decode_num_draft_tokens"]
     assert counted["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_record_has_the_drafts_of_each_step_and_how_many_were_accepted(
+    collected: dict[str, dict[str, Any]], way: str
+) -> None:
+    total: Counter[str] = sum((Counter(facts) for facts in collected[way]["drafts"].values()), Counter())
+    assert total["steps"] > (5 if way == "V2" else 100)
+    assert 0 < total["accepted"] <= collected[way]["metrics"]["spec_decode_num_accepted_tokens"]
+    assert [total[kind] for kind in ("other steps", "wrong", "others than scheduled", "right and rejected")] == [0] * 4
+    assert total["unknown"] <= total["steps"] / 4  # of steps before a preemption
 
 
 def test_the_ways_are_what_they_say(collected: dict[str, dict[str, Any]]) -> None:

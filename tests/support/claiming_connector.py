@@ -1,7 +1,7 @@
 """A KV connector that loads a prompt's first blocks, as an offloading connector does, for tests on a CPU.
 
-vLLM's own offloading wants a GPU. Nothing is brought in here: what the blocks hold is as wrong as the hidden states beside
-keys that were loaded, which is what is looked at.
+vLLM's own offloading wants a GPU. Nothing is brought in here: what the blocks hold is as wrong as the hidden states
+beside keys that were loaded, which is what is looked at.
 """
 
 from typing import Any

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm import LLM, SamplingParams
 from bench.corpus import held_out_prompts
 from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import Record, RecordDataset
+from proposers.hidden_states.drafts import UNKNOWN_TOKEN
 from proposers.hidden_states.storage import Storage
 from tests.support.claiming_connector import LOADED_TOKEN
 from tests.support.record_scenarios import LAYERS, RING_BYTES, ask, generate, prompts, settle
@@ -64,6 +66,7 @@ def live(llm: LLM, root: str, count: int, max_tokens: int, seed: int = 0, aborts
     engine, draw = llm.llm_engine, random.Random(seed)
     requests = draw_requests(llm, count, seed, max_tokens)
     to_abort = set(draw.sample(sorted(requests), aborts))
+    seen = watch_steps(engine.engine_core.engine_core.scheduler)
     finished: dict[str, Any] = {}
     aborted: set[str] = set()
     coming = list(requests.items())
@@ -92,7 +95,52 @@ def live(llm: LLM, root: str, count: int, max_tokens: int, seed: int = 0, aborts
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         "metrics": metrics(llm),
         "skipped": skipped(llm),
+        "drafts": {
+            name: compare_drafts(record, seen[record.info.request_id], requests[name][1].temperature == 0)
+            for name, record in found.items()
+        },
     }
+
+
+def watch_steps(scheduler: Any) -> dict[str, list[tuple[int, list[int], int]]]:
+    """By request, of each step whose outputs were taken: the row that the drafts follow, they, how many were right.
+
+    Where steps overlap the scheduler has placeholders for drafts, all of them -1.
+    """
+    seen: dict[str, list[tuple[int, list[int], int]]] = defaultdict(list)
+    update = scheduler.update_from_output
+
+    def watched(scheduler_output: Any, model_runner_output: Any) -> Any:
+        before = {request_id: request.num_tokens for request_id, request in scheduler.requests.items()}
+        for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            tokens = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[request_id]]
+            request = scheduler.requests.get(request_id)
+            if drafts and len(tokens) and request is not None and request.num_stale_output_tokens == 0:
+                seen[request_id].append((before[request_id] - 1, list(drafts), len(tokens) - 1))
+        return update(scheduler_output, model_runner_output)
+
+    scheduler.update_from_output = watched
+    return seen
+
+
+def compare_drafts(record: Record, seen: list[tuple[int, list[int], int]], greedy: bool) -> dict[str, int]:
+    """What a record says of its drafts beside what the scheduler has seen: counts of both, and of what is wrong."""
+    drafts, tokens = record.drafts, record.token_ids.tolist()
+    assert drafts is not None
+    seen = [step for step in seen if step[0] < len(tokens)]
+    found = zip(drafts.rows.tolist(), drafts.counts.tolist(), drafts.tokens.tolist(), strict=True)
+    steps = [(row, kept[:drafted], accepted) for row, (drafted, accepted), kept in found]
+    counts = Counter(steps=len(steps))
+    counts["other steps"] = [(r, len(d), a) for r, d, a in steps] != [(r, len(d), a) for r, d, a in seen]
+    for (row, kept, accepted), (_, asked, _) in zip(steps, seen, strict=False):
+        following = tokens[row + 1 :][: accepted + 1]
+        counts["accepted"] += accepted
+        counts["wrong"] += kept[: min(accepted, len(following))] != following[:accepted]
+        counts["unknown"] += UNKNOWN_TOKEN in kept
+        counts["others than scheduled"] += max(asked) >= 0 and UNKNOWN_TOKEN not in kept and kept != asked
+        rejected = kept[accepted : accepted + 1]
+        counts["right and rejected"] += greedy and bool(rejected) and rejected == following[accepted:]
+    return dict(counts)
 
 
 def live_asynchronous(llm: LLM, **arguments: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proposers.hidden_states import admission
-from proposers.hidden_states.admission import BUDGET, LAG, QUOTA, SAMPLING, Admission
+from proposers.hidden_states.admission import BUDGET, LAG, QUOTA, Admission
 from proposers.hidden_states.request import Settings
 
 
@@ -23,17 +23,12 @@ def make(root: Path, clock: Clock | None = None, waits: bool = False, **settings
     return Admission(Settings(storage_root=str(root), **settings), waits, clock or Clock())
 
 
-def test_a_share_is_the_same_requests_each_time_and_those_that_ask_are_in_it(tmp_path: Path) -> None:
+def test_a_share_is_the_same_requests_each_time(tmp_path: Path) -> None:
     ids = [f"cmpl-{i}" for i in range(2000)]
-    taken = [
-        [i for i in ids if make(tmp_path, sample_rate=rate).admit(i, 1, False) is None] for rate in (0.2, 0.2, 0.5)
-    ]
+    taken = [[i for i in ids if make(tmp_path, sample_rate=rate).is_sampled(i)] for rate in (0.2, 0.2, 0.5)]
     assert taken[0] == taken[1]
     assert set(taken[0]) < set(taken[2])
-    assert [0.17 < len(of_rate) / 2000 < 0.23 for of_rate in taken[:2]] == [True, True]
-    few = make(tmp_path, sample_rate=1e-9)
-    assert few.admit("one", 1, False) == SAMPLING
-    assert few.admit("one", 1, True) is None
+    assert 0.17 < len(taken[0]) / 2000 < 0.23
 
 
 def test_a_budget_is_kept_over_time_and_overdrawn_by_one_record_at_most(tmp_path: Path) -> None:
@@ -42,23 +37,23 @@ def test_a_budget_is_kept_over_time_and_overdrawn_by_one_record_at_most(tmp_path
     admitted = 0
     for tick in range(1000):
         clock.now = tick / 10
-        admitted += 30 * (records.admit(f"{tick}", 30, False) is None)
+        admitted += 30 * (records.admit(f"{tick}", 30) is None)
     assert 100 * 100 <= admitted <= 100 * 100 + 100 + 30
     clock.now += 1000  # a quiet time saves up no more than a second
-    assert [records.admit(f"later {i}", 60, False) for i in range(3)] == [None, None, BUDGET]
+    assert [records.admit(f"later {i}", 60) for i in range(3)] == [None, None, BUDGET]
 
 
 def test_a_disk_that_is_behind_by_the_ring_skips_whole_records_until_it_has_caught_up(tmp_path: Path) -> None:
     records = make(tmp_path, ring_bytes=100)
-    assert [records.admit(name, 60, True) for name in "ab"] == [None, LAG]
+    assert [records.admit(name, 60) for name in "ab"] == [None, LAG]
     records.drained(30)
-    assert records.admit("c", 70, True) is None
+    assert records.admit("c", 70) is None
     assert records.backlog_bytes == 100
     records.drained(130)
     # A record that is longer than the ring goes alone.
-    assert [records.admit("d", 300, True), records.admit("e", 1, True)] == [None, LAG]
+    assert [records.admit("d", 300), records.admit("e", 1)] == [None, LAG]
     waiting = make(tmp_path, waits=True, ring_bytes=100)
-    assert [waiting.admit(name, 60, True) for name in "ab"] == [None, None]
+    assert [waiting.admit(name, 60) for name in "ab"] == [None, None]
 
 
 def test_a_quota_counts_what_lies_there_and_says_when_it_is_reached_and_when_there_is_room(
@@ -70,18 +65,18 @@ def test_a_quota_counts_what_lies_there_and_says_when_it_is_reached_and_when_the
     old.write_bytes(bytes(500))
     caplog.set_level("INFO", logger="vllm.proposers.hidden_states")
     records = make(tmp_path, clock, disk_quota_bytes=1000)
-    assert [records.admit(name, 200, True) for name in "abcd"] == [None, None, QUOTA, QUOTA]
+    assert [records.admit(name, 200) for name in "abcd"] == [None, None, QUOTA, QUOTA]
     assert records.quota_reached
     records.settle("a", written=True)
     records.settle("b", written=False)  # a failed record takes no room
-    assert records.admit("e", 200, True) is None
+    assert records.admit("e", 200) is None
     assert not records.quota_reached
-    assert records.admit("f", 200, True) == QUOTA
+    assert records.admit("f", 200) == QUOTA
     old.unlink()
     clock.now += 2 * admission.RECOUNT_S
-    assert records.admit("g", 200, True) == QUOTA  # it is counted in the background
+    assert records.admit("g", 200) == QUOTA  # it is counted in the background
     deadline = time.monotonic() + 10
-    while records.admit("h", 200, True) == QUOTA and time.monotonic() < deadline:
+    while records.admit("h", 200) == QUOTA and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not records.quota_reached
     messages = [record.getMessage() for record in caplog.records]
