@@ -227,7 +227,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             query_lens, upper = cad.query_start_loc_cpu.diff(), cad.seq_lens_cpu_upper_bound
             if replay := self.graphs.plan(query_lens, upper, prompt is not None):
                 seq_lens = cad.seq_lens[: cad.num_reqs]
-                made = self.graphs.replay(replay, inputs, cad.num_actual_tokens, seq_lens)
+                num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
+                made = self.graphs.replay(replay, inputs, num_rows, seq_lens)
                 return made[:, :num_speculative_tokens]
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
