@@ -24,7 +24,6 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.attention import can_be_captured
 from mtp.groups import bind_kv_groups, layers_by_module, make_attn_groups
-from mtp.kernels.decoder import argmax
 from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
@@ -312,10 +311,10 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         if drafts.sampling_metadata is None and self.use_local_argmax_reduction:
             drafts.token_ids.append(self.top_tokens(hidden, module))
             return
-        logits = self.model.compute_logits(hidden, **self._selection(module))
         if drafts.sampling_metadata is None:
-            drafts.token_ids.append(argmax(logits))
+            drafts.token_ids.append(self.likeliest(hidden, module))
             return
+        logits = self.cheap.to_all(self.logits(hidden, module))
         token_ids, probs = self._sample_from_logits(logits, drafts.sampling_metadata)
         if probs is not None:
             drafts.probs.append(probs)
@@ -338,7 +337,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
     # Set-up and warm-up.
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        super().load_model(target_model)
+        with self.cheap.while_loading():
+            super().load_model(target_model)
         self.prepare_model()
 
     @torch.inference_mode()
