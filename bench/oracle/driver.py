@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -307,7 +308,8 @@ def _watched_engine(
     with ExitStack() as stack:
         folder = stack.enter_context(checkpoint(model, setup))
         stack.enter_context(drafter_of(setup))
-        engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype)))
+        storage = stack.enter_context(TemporaryDirectory())
+        engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype, storage)))
         stack.enter_context(_counting_grammar_cuts(engine, report))
         if setup.adaptive:
             _change_drafts_often(engine, setup)
@@ -317,6 +319,8 @@ def _watched_engine(
         if setup.extracts:
             yield engine, RowsWatcher(engine.runner, report)
             return
+        if setup.collects:
+            RowsWatcher(engine.runner, report)  # beside the drafter's
         dense = dense_model(folder, setup)
         watcher = Watcher(
             engine.runner,

@@ -104,11 +104,11 @@ class Admission:
         """Takes note of how many bytes of all admitted ones have left the worker's memory by now."""
         self._drained_bytes = num_bytes
 
-    def settle(self, request_id: str, written: bool) -> None:
-        """Takes note of what became of a record."""
+    def settle(self, request_id: str, written_bytes: int) -> None:
+        """Takes note of what became of a record: how many bytes it takes on the disk, 0 where it failed."""
         num_bytes = self._in_flight.pop(request_id, 0)
-        if self._usage is not None and not written:
-            self._usage.added -= num_bytes
+        if self._usage is not None:
+            self._usage.added += written_bytes - num_bytes
 
 
 class _Budget:

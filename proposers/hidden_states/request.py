@@ -7,9 +7,11 @@ from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, get_args
 
+from proposers.hidden_states import fp8
 from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
 
 RECORDS_PER_FOLDER = 1000
+ENCODINGS = {"model": "plain", "fp8": fp8.ENCODING}
 _MAX_PART_BYTES, _MAX_NAME_BYTES = 200, 1000
 
 
@@ -26,6 +28,8 @@ class Settings:
         shard_seconds: and when its first record has waited that long.
         ring_bytes: host memory between the device and the writers.
         writer_threads: files that are written at the same time; a sharded engine has one.
+        dtype: of the files' rows: `model`, as they are, or `fp8`.
+        lock_files: a `.lock` beside each file, which readers of vLLM's `ExampleHiddenStatesConnector` want to take.
         wait_for_records: an answer waits for its record and carries its path. None: where extraction is the
             speculative method, and not beside one that drafts.
         sample_rate: the share of the requests that say nothing of a record which get one.
@@ -42,6 +46,8 @@ class Settings:
     shard_seconds: float = 5.0
     ring_bytes: int = 256 << 20
     writer_threads: int = 4
+    dtype: str = "model"
+    lock_files: bool = False
     wait_for_records: bool | None = None
     sample_rate: float = 1.0
     bytes_per_second: int | None = None
@@ -62,11 +68,20 @@ class Settings:
         for key, value in extra.items():
             if key != "layer_ids":  # the plan checks them
                 _check_setting(key, value, known[key])
+        if extra.get("dtype", "model") not in ENCODINGS:
+            raise ValueError(
+                f"kv_connector_extra_config has dtype={extra['dtype']!r}; there are {', '.join(ENCODINGS)}."
+            )
         if extra.get("sample_rate", 1) > 1:
             raise ValueError(
                 f"kv_connector_extra_config has sample_rate={extra['sample_rate']}: it is a share up to 1."
             )
         return cls(**extra)
+
+    @property
+    def encoding(self) -> str:
+        """As a record states it."""
+        return ENCODINGS[self.dtype]
 
 
 def _plain_type(annotation: Any) -> type:
@@ -160,6 +175,8 @@ def checked_name(name: Any) -> str:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name is {name!r}, and should be a path under the storage root.")
+    if not name.isprintable():  # before anything is encoded: half a surrogate pair can't be
+        raise ValueError(f"name={name!r} has characters that can't be printed.")
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
         raise ValueError(f"name={name!r} leads out of the storage root. Give a path under it, without '..'.")
@@ -169,8 +186,6 @@ def checked_name(name: Any) -> str:
         )
     if len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"name={name!r} is longer than {_MAX_NAME_BYTES} bytes.")
-    if not name.isprintable():
-        raise ValueError(f"name={name!r} has characters that can't be printed.")
     if f"{name.removesuffix(SUFFIX)}{SUFFIX}".endswith(SHARD_SUFFIX):
         raise ValueError(f"name={name!r} ends in {SHARD_SUFFIX}, which marks files of many records.")
     return name.removesuffix(SUFFIX)

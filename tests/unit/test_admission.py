@@ -67,8 +67,8 @@ def test_a_quota_counts_what_lies_there_and_says_when_it_is_reached_and_when_the
     records = make(tmp_path, clock, disk_quota_bytes=1000)
     assert [records.admit(name, 200) for name in "abcd"] == [None, None, QUOTA, QUOTA]
     assert records.quota_reached
-    records.settle("a", written=True)
-    records.settle("b", written=False)  # a failed record takes no room
+    records.settle("a", 200)
+    records.settle("b", 0)  # a failed record takes no room
     assert records.admit("e", 200) is None
     assert not records.quota_reached
     assert records.admit("f", 200) == QUOTA
