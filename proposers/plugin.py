@@ -7,6 +7,8 @@ until everything that it is going to change has been checked, and raises where i
 import os
 from enum import StrEnum
 
+from proposers.hidden_states.plan import CONNECTOR
+
 
 class Mode(StrEnum):
     """What `MTP_PROPOSERS` asks for."""
@@ -61,8 +63,6 @@ def _register_models() -> None:
 
 def _register_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from proposers.hidden_states.plan import CONNECTOR
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "proposers.hidden_states.connector", CONNECTOR)

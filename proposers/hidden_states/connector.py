@@ -271,6 +271,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._results[record.request_id] = _response(record)
 
     def has_pending_push_work(self) -> bool:
+        if self.settings.sharded and not self._waits:  # nobody waits for a shard to be closed
+            return self._admission.backlog_bytes > 0
         return self._admission.num_in_flight > 0
 
     def hold_back(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
@@ -330,7 +332,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._take_out(takes)
         else:
             self._transfer.advance()
-        if connector_metadata.idle and self.settings.sharded and not self._transfer.waiting:
+        # Answers that wait want their shards closed; otherwise shards are closed by their age and size.
+        if connector_metadata.idle and self._waits and self.settings.sharded and not self._transfer.waiting:
             self._writers.flush()
 
     def _take_out(self, takes: list[Take]) -> None:

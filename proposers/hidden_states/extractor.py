@@ -1,9 +1,10 @@
-"""Hidden-state extraction: nothing is drafted, and every token's hidden states are kept beside its keys and values.
+"""Hidden-state extraction: every token's hidden states are kept beside its keys and values.
 
 What is written when. The target's layers write the residual stream of their rows to a buffer (`mtp/capture.py`), and
 when its forward is over one scatter takes them to the slots of the anchor group (`mtp/store.py`). Both are
 hooks of the model, so they are part of whatever graph it is captured in. From then on a row is right for as long as
-its block is the request's, or in the prefix cache.
+its block is the request's, or in the prefix cache. The row of a rejected draft is written, too, and written again when
+its position is run again; readers take verified rows.
 """
 
 from collections.abc import Sequence

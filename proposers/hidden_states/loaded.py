@@ -49,7 +49,8 @@ class LoadedBlocks:
         self._found_here.pop(request_id, None)
         itself = request_id in self._requests
         self._requests.discard(request_id)
-        lacking = [block_id for block_id in block_ids if block_id in self._keys and self._lacks_rows(block_id)]
+        known = self._keys.keys() & block_ids if self._keys else ()
+        lacking = [block_id for block_id in known if self._lacks_rows(block_id)]
         return itself or bool(lacking)
 
     def _lacks_rows(self, block_id: int) -> bool:

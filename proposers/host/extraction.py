@@ -125,12 +125,13 @@ def _without_the_method(vllm_config: Any) -> Any:
 def _build_extractor(plan: ExtractionPlan, vllm_config: Any, device: Any) -> Any:
     from proposers.hidden_states.extractor import ExtractHiddenStatesProposer
 
+    alone = asks_for_hidden_states(vllm_config.speculative_config)
     logger.info(
-        "%s.%s keeps the hidden states %s of every token, instead of vLLM's own proposer "
-        "(MTP_PROPOSERS=upstream switches back).",
+        "%s.%s keeps the hidden states %s of every token, %s.",
         ExtractHiddenStatesProposer.__module__,
         ExtractHiddenStatesProposer.__name__,
         list(plan.layer_ids),
+        "instead of vLLM's own proposer (MTP_PROPOSERS=upstream switches back)" if alone else "beside what drafts",
     )
     return ExtractHiddenStatesProposer(plan, vllm_config, device)
 

@@ -19,9 +19,12 @@ TOLERANCE = 2e-5
 # Chunks of prompts, and too few blocks for all requests at once.
 CROWDED = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
 
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
 WAYS: dict[str, dict[str, Any]] = {
     "V1": {"engine": mtp(3) | CROWDED, "count": 40, "max_tokens": 60},
     "V1, overlapped": {"engine": mtp(6) | CROWDED | {"async_scheduling": True}, "count": 40, "max_tokens": 60},
+    "vLLM's own": {"engine": {"speculative_config": NGRAMS} | CROWDED, "count": 20, "max_tokens": 40},
     "V2": {"engine": mtp(3) | CROWDED, "v2": True, "count": 8, "max_tokens": 10, "aborts": 1},
 }
 
@@ -77,6 +80,7 @@ def test_a_record_has_the_drafts_of_each_step_and_how_many_were_accepted(
 def test_the_ways_are_what_they_say(collected: dict[str, dict[str, Any]]) -> None:
     assert collected["V1"]["drafter"].startswith("proposers.")
     assert collected["V2"]["drafter"].startswith("proposers.")
+    assert collected["vLLM's own"]["drafter"].startswith("vllm.")
     assert [found["async_scheduling"] for found in collected.values()][:2] == [False, True]
     assert ".gpu." in collected["V2"]["runner"] or ".cpu" in collected["V2"]["runner"]
     for way in ("V1", "V1, overlapped"):
