@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proposers.hidden_states.admission import REASONS, SAMPLING
-from tests.support import live_scenarios, record_scenarios
+from tests.support import live_scenarios
 from tests.support.engine_arguments import mtp
 from tests.support.forked_engine import run
 from tests.support.live_scenarios import among_others, connector
@@ -117,8 +117,7 @@ def test_a_disk_that_stands_still_holds_back_no_answer_and_no_step_and_skips_who
 
 def test_an_answer_waits_for_its_record_beside_drafts_where_that_is_asked_for(tmp_path: Path) -> None:
     engine = mtp(3) | {"kv_transfer_config": connector(tmp_path, wait_for_records=True, sample_rate=1e-9)}
-    done = run(record_scenarios.two_ranks, engine, root=str(tmp_path)).value
-    assert [facts["params"] for facts in done["outputs"]] == [{"skipped": REASONS[SAMPLING]}] * 2
-    del engine["kv_transfer_config"]["kv_connector_extra_config"]["sample_rate"]
-    done = run(record_scenarios.two_ranks, engine, root=str(tmp_path)).value
-    assert [facts["worst"] < TOLERANCE for facts in done["outputs"]] == [True, True]
+    done = run(live_scenarios.answers, engine, root=str(tmp_path)).value
+    assert [facts["params"] for facts in done["sampled out"]] == [{"skipped": REASONS[SAMPLING]}]
+    assert [facts["worst"] < TOLERANCE and facts["tokens equal"] for facts in done["asked for"]] == [True, True]
+    assert done["skipped"] == {"sampling": 1}

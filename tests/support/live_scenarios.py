@@ -240,6 +240,15 @@ def serving_first(llm: LLM, root: str) -> dict[str, Any]:
     return facts
 
 
+def answers(llm: LLM, root: str) -> dict[str, Any]:
+    """What answers say that wait for records, of a request that says nothing of one and of two that ask for it."""
+    return {
+        "sampled out": generate(llm, prompts(50), ask(include_output_tokens=True)),
+        "asked for": generate(llm, prompts(50, 7), ask(include_output_tokens=True, extract=True)),
+        "skipped": skipped(llm),
+    }
+
+
 def skipped(llm: LLM) -> dict[str, int]:
     """Records that were skipped, by reason."""
     found = [metric for metric in llm.get_metrics() if metric.name == "vllm:hidden_states_records_skipped"]
