@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="file for the list; left out, only the coverage is printed")
     args = parser.parse_args(arguments)
     try:
-        found = make(args.sources, args.size, args.model)
+        found = read_and_make(args.sources, args.size, args.model)
     except (OSError, ValueError) as error:
         print(f"python -m proposers.draft_vocabulary: {error}", file=sys.stderr)
         return 2
@@ -178,8 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def make(sources: list[Path], size: int, model: Path) -> dict[str, Any]:
-    """A list of so many tokens, as its file has it.
+def read_and_make(sources: list[Path], size: int, model: Path) -> dict[str, Any]:
+    """A list as its file has it, counted in these files by the tokenizer of a checkpoint's folder.
 
     Raises:
         OSError: a file can't be read.
@@ -187,13 +187,17 @@ def make(sources: list[Path], size: int, model: Path) -> dict[str, Any]:
     """
     from transformers import AutoTokenizer
 
-    config = json.loads((model / "config.json").read_text())
-    vocab_size = config.get("text_config", config)["vocab_size"]
     missing = [str(source) for source in sources if not source.exists()]
     if missing:
         raise ValueError(f"--from names {', '.join(missing)}, which isn't there.")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    counted, held_out = count(pieces_of(sources, tokenizer))
+    return make(pieces_of(sources, tokenizer), size, tokenizer, json.loads((model / "config.json").read_text()))
+
+
+def make(pieces: Iterable[list[int]], size: int, tokenizer: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """A list as its file has it, for the model of this `config.json`. Raises `ValueError` as `read_and_make` does."""
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    counted, held_out = count(pieces)
     if not counted:
         raise ValueError("--from has neither text nor records in it: give files like what is to be served.")
     token_ids = choose(counted, needed_tokens(tokenizer, config, vocab_size), size, vocab_size)

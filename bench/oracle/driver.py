@@ -21,7 +21,7 @@ from bench.oracle.replayed import replaying
 from bench.oracle.report import Report
 from bench.oracle.runners import view_of
 from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
-from bench.oracle.variants import checkpoint, dense_model, drafter_of
+from bench.oracle.variants import cheap_drafts, checkpoint, dense_model, drafter_of
 from bench.oracle.watch import Continuation, Watcher
 from bench.oracle.watch_rows import RowsWatcher
 from bench.reference.dense import Reference, read_config
@@ -308,6 +308,7 @@ def _watched_engine(
     with ExitStack() as stack:
         folder = stack.enter_context(checkpoint(model, setup))
         stack.enter_context(drafter_of(setup))
+        stack.enter_context(cheap_drafts(folder, setup))
         storage = stack.enter_context(TemporaryDirectory())
         engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype, storage)))
         stack.enter_context(_counting_grammar_cuts(engine, report))

@@ -32,6 +32,7 @@ class Setup:
         compiled: the host compiles the models, where it would.
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
         v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
+        cheap: drafts read weights of 8 bits and are out of a part of the vocabulary (`variants.drafted_tokens`).
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
         extracts: the engine drafts nothing and keeps the hidden states of these layers.
         collects: the engine drafts, and keeps the hidden states of these layers beside that; some become records.
@@ -58,6 +59,7 @@ class Setup:
     compiled: bool = False
     replayed: bool = False
     v2: bool = True
+    cheap: bool = False
     hybrid: bool = True
     extracts: tuple[int, ...] = ()
     collects: tuple[int, ...] = ()
@@ -154,6 +156,8 @@ SETUPS = (
     Setup("compiled", compiled=True, v2=False, weight=1),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}, v2=False),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
+    Setup("cheap drafts", cheap=True, num_blocks=36, crowd=True),
+    Setup("cheap drafts, replayed, K=6", cheap=True, replayed=True, k=6, max_batched_tokens=48, weight=1),
     Setup("grammars", grammars=0.8, max_model_len=160, weight=3),
     Setup("grammars, overlapped", grammars=0.8, overlapped=True),
     Setup("one module", checkpoint="mimo", max_batched_tokens=48),
@@ -180,6 +184,16 @@ SETUPS = (
         max_num_seqs=4,
         max_batched_tokens=48,
         weight=1,
+        speculative={"use_local_argmax_reduction": True},
+    ),
+    Setup(
+        "two ranks, cheap drafts",
+        ranks=2,
+        max_model_len=160,
+        max_num_seqs=4,
+        max_batched_tokens=48,
+        weight=1,
+        cheap=True,
         speculative={"use_local_argmax_reduction": True},
     ),
 )

@@ -56,7 +56,7 @@ def cheap_options(mode: str, vocab_size: int, size: int, folder: Path) -> dict[s
     if not mode.endswith(CHEAP):
         return {}
     file = folder / "draft_vocabulary.json"
-    file.write_text(json.dumps(sorted(random.Random(0).sample(range(vocab_size), min(size, vocab_size // 2)))))
+    file.write_text(json.dumps(sorted(random.Random(0).sample(range(vocab_size), min(size, vocab_size * 3 // 4)))))
     return {"additional_config": {"mtp_proposers": {"draft_weights": "fp8", "draft_vocabulary": str(file)}}}
 
 
