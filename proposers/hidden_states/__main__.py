@@ -80,7 +80,7 @@ def _collect(args: argparse.Namespace) -> int:
     renderer = Renderer(args.model, args.chat_template.read_text() if args.chat_template else None)
     args.out.mkdir(parents=True, exist_ok=True)
     template = digest((renderer.chat_template or "").encode())
-    Task(str(args.model), digest_of_file(args.data), args.layers, template, args.max_tokens).check(args.out)
+    Task(str(args.model), digest_of_file(args.data), args.layers, template, args.max_tokens, args.fp8).check(args.out)
     backend: Backend
     if args.server:
         backend = Server(args.server, args.out)

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -77,7 +78,6 @@ class OwnEngine:
         transfer = {"storage_root": str(out), "dtype": "fp8" if eight_bits else "model"}
         self._arguments = {
             "model": model,
-            "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "speculative_config": {
                 "method": "extract_hidden_states",
@@ -109,6 +109,9 @@ class OwnEngine:
     def run(self, requests: Iterator[Request]) -> Iterator[Outcome]:
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if (first := next(requests, None)) is None:
+            return
+        requests = chain([first], requests)
         engine = LLMEngine.from_engine_args(self._engine_args())
         running: dict[str, Request] = {}
         try:
@@ -128,9 +131,10 @@ class OwnEngine:
 
 def default_layer_ids(model: str) -> list[int]:
     """EAGLE-3's three layers, near the beginning, in the middle and near the end, and the last one's output."""
-    from transformers import AutoConfig
+    from transformers import PretrainedConfig
 
-    num_layers = AutoConfig.from_pretrained(model).get_text_config(decoder=True).num_hidden_layers
+    config, _ = PretrainedConfig.get_config_dict(model)
+    num_layers = (config.get("text_config") or config)["num_hidden_layers"]
     aux = {min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 1)}
     return [*sorted(aux), num_layers]
 

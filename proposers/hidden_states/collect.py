@@ -57,6 +57,7 @@ class Task:
         layer_ids: None where the server, or the collector, chooses them.
         chat_template: its digest.
         max_tokens: of an answer, where one is wanted.
+        fp8: records in eight bits.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Task:
     layer_ids: Sequence[int] | None
     chat_template: str
     max_tokens: int
+    fp8: bool = False
 
     def check(self, out: Path) -> None:
         """Raises `ValueError` where another task's records lie in the folder; writes it down where none do."""
@@ -107,7 +109,7 @@ class Collection:
                         break  # the run before was killed while it wrote it
                     whole += len(line)
                     entry = json.loads(line)
-                    if (out / f"{entry['name']}{SUFFIX}").is_file():
+                    if entry["name"] not in self.done and (out / f"{entry['name']}{SUFFIX}").is_file():
                         self._count(entry["name"], entry["rows"])
         self._masks = open(out / MASKS, "ab")  # noqa: SIM115 (closed by close)
         self._masks.truncate(whole)

@@ -1,6 +1,6 @@
 """Lines of a data file as token ids, with a mask of what a draft model is to learn: the assistant's turns.
 
-A line is a JSON object with one of these, and an `id` if it has one:
+A line is a JSON object with one of these; what else it has is left, but for the `tools` of a conversation:
 
 | key | what is run | mask |
 |---|---|---|
@@ -89,7 +89,7 @@ class Renderer:
         messages = entry.get("messages") or entry.get("conversations")
         if not isinstance(messages, list) or not messages:
             raise ValueError("the line has no messages, conversations, prompt or text")
-        return self._checked(self._render_conversation([_message(message) for message in messages]))
+        return self._checked(self._render_conversation([_message(message) for message in messages], entry.get("tools")))
 
     @staticmethod
     def _checked(rendered: Rendered) -> Rendered:
@@ -97,24 +97,25 @@ class Renderer:
             raise ValueError("the line has no tokens")
         return rendered
 
-    def _render_conversation(self, messages: list[dict[str, Any]]) -> Rendered:
+    def _render_conversation(self, messages: list[dict[str, Any]], tools: Any) -> Rendered:
         if self.chat_template is None:
             raise ValueError("the model has no chat template; give one (--chat-template)")
         wants_answer = messages[-1]["role"] != "assistant"
         if _GENERATION.search(self.chat_template):
             made = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=wants_answer, return_dict=True, return_assistant_tokens_mask=True
+                messages, tools, add_generation_prompt=wants_answer, return_dict=True, return_assistant_tokens_mask=True
             )
             return Rendered(made["input_ids"], made["assistant_masks"], wants_answer)
-        text = self._text(messages, wants_answer)
+        text = self._text(messages, tools, wants_answer)
         made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [self._span(messages, at, text) for at, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [self._span(messages, tools, at, text) for at in turns]
         mask = [int(any(start <= at < stop for start, stop in spans)) for at, _ in made["offset_mapping"]]
         return Rendered(made["input_ids"], mask, wants_answer)
 
-    def _span(self, messages: list[dict[str, Any]], at: int, text: str) -> tuple[int, int]:
+    def _span(self, messages: list[dict[str, Any]], tools: Any, at: int, text: str) -> tuple[int, int]:
         """Where in the text of a conversation the assistant's turn is, by what the template makes of its beginnings."""
-        before, through = self._text(messages[:at], True), self._text(messages[: at + 1], False)
+        before, through = self._text(messages[:at], tools, True), self._text(messages[: at + 1], tools, False)
         if not text.startswith(through) or not through.startswith(before):
             raise ValueError(
                 f"the chat template makes something else of the first {at + 1} turns when they stand alone, so it is "
@@ -122,11 +123,11 @@ class Renderer:
             )
         return len(before), len(through)
 
-    def _text(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _text(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if not messages:
             return ""
         text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return text
 

@@ -53,6 +53,14 @@ def test_where_the_user_has_the_last_word_an_answer_is_wanted() -> None:
     assert (text.wants_answer, set(text.mask)) == (False, {1})
 
 
+@pytest.mark.parametrize("template", [WITHOUT_BLOCKS, WITH_BLOCKS], ids=["by prefixes", "by blocks"])
+def test_a_conversations_tools_are_in_its_prompt(template: str) -> None:
+    entry = {"messages": TALK, "tools": [{"name": "open"}]}
+    text = Renderer(TINY)._tokenizer.decode(render(entry, template).token_ids)
+    assert text.startswith("<tool>open</><user>")
+    assert learnt(entry, template) == "os.path.join(a, b)</>return None</>"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -141,6 +149,9 @@ def test_it_goes_on_where_it_stopped(data: Path) -> None:
     report = collect(data, again)
     assert [request.number for request in again.ran] == [3, 4]
     assert (report.records, report.tokens) == (first.records, first.tokens)
+    nothing = Files(out)
+    report = collect(data, nothing)
+    assert (report.records, report.tokens, nothing.ran) == (first.records, first.tokens, [])
     names = [json.loads(line)["name"] for line in (out / "masks.jsonl").read_text().splitlines()]
     assert sorted(set(names)) == [f"000000/00000000{i}" for i in (0, 1, 3, 4)]
 
