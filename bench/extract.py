@@ -15,10 +15,11 @@ from bench.processes import run_modes
 from bench.spread import quartiles, show_quartiles
 from bench.tables import table
 from bench.workers.engine import random_prompts
-from bench.workers.extract import MODES, is_ours
+from bench.workers.extract import MODES, drafts, has_records, is_ours
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
 
+EXTRAS = ("of_mtp_prefill", "of_mtp_decode", "of_mtp_steady", "tokens_per_pass", "skipped")
 COUNTS = ("rows", "rows_wrong", "files_missing", "num_gpu_blocks", "copies", "peak_host_bytes")
 
 # A row is wrong if it is further from the reference than rounding explains, relative to its largest value.
@@ -29,6 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--layers", required=True, help="layer ids, separated by commas; N is the last layer's output")
     parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
+    parser.add_argument(
+        "--with-mtp",
+        action="store_const",
+        const="none,mtp,mtp+records",
+        dest="modes",
+        help="the modes none, mtp and mtp+records: drafting with the checkpoint's modules, and records beside it",
+    )
+    parser.add_argument("--drafts", type=int, default=3, help="drafts a step, of the modes that draft")
+    parser.add_argument(
+        "--steady", type=float, default=0, metavar="SECONDS", help="also keep so many requests running for so long"
+    )
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     add_prompt_arguments(parser)
     parser.add_argument("--runs", type=int, default=3, help="repetitions in each process")
@@ -78,6 +90,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "dummy_weights": args.dummy_weights,
         "engine": args.engine,
+        "drafts": args.drafts,
+        "steady_s": args.steady,
         "platform": environment["platform"],
     }
     spec["prompts"] = find_prompts(args, config)
@@ -85,6 +99,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
     for entry in entries.values():
         add_overhead(entry, entries.get("none"))
+    for mode, entry in entries.items():
+        if drafts(mode) and has_records(mode):
+            add_share(entry, entries.get(mode.replace("+records", "")))
     settings = {key: value for key, value in spec.items() if key != "prompts"}
     settings |= {"model": without_folder(args.model), "num_prompts": args.prompts}
     return {
@@ -139,7 +156,7 @@ def run_group(group: list[str], spec: dict[str, Any], args: argparse.Namespace) 
             specs.append(spec | {"mode": mode, "storage": str(storage)})
         results = list(run_modes(specs, "bench.workers.extract", args.by_turns))
         for mode, done in zip(group, results, strict=True):
-            if mode != "none":
+            if has_records(mode):
                 done |= check_rows(done["answers"], spec)
     return results
 
@@ -217,9 +234,16 @@ def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
         "num_gpu_blocks": runs[0]["num_gpu_blocks"],
         "peak_rss_bytes": max(process["peak_rss_bytes"] for process in runs),
         "copies": runs[0]["copies"],
+        "tokens_per_pass": runs[0]["tokens_per_pass"],
         "runs": timed,
     }
+    if "steady" in runs[0]:
+        steady = [process["steady"] for process in runs]
+        entry["steady_tokens_per_s"] = quartiles([one["tokens"] / one["seconds"] for one in steady], 1)
+        entry["steady_bytes_per_s"] = quartiles([one["bytes"] / one["seconds"] for one in steady], 0)
+        entry["steady"] = steady
     if "rows" in runs[0]:
+        entry["skipped"] = sum(process["skipped"] for process in runs)
         entry["rows"] = sum(process["rows"] for process in runs)
         entry["rows_wrong"] = sum(process["rows_wrong"] for process in runs)
         entry["files_missing"] = sum(run["files_missing"] for run in timed)
@@ -235,13 +259,20 @@ def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
         entry[f"overhead_{part}"] = ratio
 
 
+def add_share(entry: dict[str, Any], mtp: dict[str, Any] | None) -> None:
+    """Adds what part of its speed drafting alone has left with records beside it."""
+    for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "steady_tokens_per_s"):
+        if mtp is not None and key in entry and key in mtp:
+            entry[f"of_mtp_{key.removesuffix('_tokens_per_s')}"] = round(entry[key]["median"] / mtp[key]["median"], 4)
+
+
 def format_table(result: dict[str, Any]) -> str:
     modes = result["modes"]
     rows = [["", *modes]]
-    for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "last_answer_ms"):
+    for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "steady_tokens_per_s", "last_answer_ms"):
         speeds = (entry.get(key) for entry in modes.values())
         rows.append([key, *("-" if s is None else show_quartiles(s, 0) for s in speeds)])
-    for key in ("overhead_prefill", "overhead_decode", *COUNTS):
+    for key in ("overhead_prefill", "overhead_decode", *EXTRAS, *COUNTS):
         rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
     failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]
     return "\n".join([table(rows), *failed])

@@ -81,8 +81,10 @@ class DraftHead(nn.Module):
 
 
 def stack(records: list[Record]) -> tuple[Tensor, Tensor]:
-    """Hidden states `[B, T, L, H]` and token ids `[B, T]`."""
-    return torch.stack([r.hidden_states.float() for r in records]), torch.stack([r.token_ids for r in records])
+    """Hidden states `[B, T, L, H]` and token ids `[B, T]`, as long as the shortest record is."""
+    rows = min(record.info.rows for record in records)
+    hidden = [record.hidden_states[:rows].float() for record in records]
+    return torch.stack(hidden), torch.stack([record.token_ids[:rows] for record in records])
 
 
 def predictions(head: DraftHead, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ def main() -> None:
     dataset = RecordDataset(args.records)
     records = [dataset[i] for i in range(len(dataset))]
     info = records[0].info
-    print(f"{len(records)} records of {info.rows} tokens, layers {list(info.layer_ids)} of {info.model}")
+    print(f"{len(records)} records, the first of {info.rows} tokens, layers {list(info.layer_ids)} of {info.model}")
     held_out = records[::10]
     head = DraftHead(MODEL, len(info.layer_ids))
     curve = train(head, [r for i, r in enumerate(records) if i % 10], held_out, args.steps)

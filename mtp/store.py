@@ -32,11 +32,14 @@ class RowStore(NamedTuple):
             the KV cache manager. Not initialised: only the rows of computed tokens mean something.
         anchor: the group whose block ids these are.
         layer_ids: what lies along the third dimension, in this order.
+        drafts: `[num_blocks, block_size, 1, num_drafts]` int32, the tokens that were run after each row in the forward
+            that has written it; None: they are not kept.
     """
 
     rows: torch.Tensor
     anchor: KVGroup
     layer_ids: tuple[int, ...]
+    drafts: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -79,7 +82,7 @@ class CacheOnlyImpl(AttentionImpl):
 class CacheOnlyBackend(AttentionBackend):
     """The backend of a layer that only writes; it has no metadata and takes any layout."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32, torch.int32]
     forward_includes_kv_cache_update = False
 
     @staticmethod

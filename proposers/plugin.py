@@ -7,7 +7,7 @@ until everything that it is going to change has been checked, and raises where i
 import os
 from enum import StrEnum
 
-CONNECTOR = "HiddenStatesConnector"
+from proposers.hidden_states.plan import CONNECTOR
 
 
 class Mode(StrEnum):

@@ -124,7 +124,8 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         if (not gpus or setup.ranks <= gpus)  # a rank needs a GPU of its own
         and (args.runner == "v1" or setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
-        and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
+        # The rows of an extractor are looked at by a hook, which a replay doesn't run.
+        and not (args.graphs and (setup.extracts or setup.collects))
         and (gpus or setup.checkpoint != "narrow")
         and (setup.any_model or architecture_of(model) == setup.architecture)
         and not (tiny and tiny.recurrent and (setup.k_by_batch or setup.adaptive or not setup.hybrid))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -308,7 +309,8 @@ def _watched_engine(
         folder = stack.enter_context(checkpoint(model, setup))
         stack.enter_context(drafter_of(setup))
         stack.enter_context(cheap_drafts(folder, setup))
-        engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype)))
+        storage = stack.enter_context(TemporaryDirectory())
+        engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype, storage)))
         stack.enter_context(_counting_grammar_cuts(engine, report))
         if setup.adaptive:
             _change_drafts_often(engine, setup)
@@ -318,6 +320,8 @@ def _watched_engine(
         if setup.extracts:
             yield engine, RowsWatcher(engine.runner, report)
             return
+        if setup.collects:
+            RowsWatcher(engine.runner, report)  # beside the drafter's
         dense = dense_model(folder, setup)
         watcher = Watcher(
             engine.runner,

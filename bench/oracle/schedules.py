@@ -35,6 +35,7 @@ class Setup:
         cheap: drafts read weights of 8 bits and are out of a part of the vocabulary (`variants.drafted_tokens`).
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
         extracts: the engine drafts nothing and keeps the hidden states of these layers.
+        collects: the engine drafts, and keeps the hidden states of these layers beside that; some become records.
         ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
         weight: how often it is drawn.
     """
@@ -61,12 +62,17 @@ class Setup:
     cheap: bool = False
     hybrid: bool = True
     extracts: tuple[int, ...] = ()
+    collects: tuple[int, ...] = ()
     ranks: int = 1
     speculative: dict[str, Any] = field(default_factory=dict)
     weight: int = 2
 
-    def engine_arguments(self, graphs: bool = False, dtype: str = "float32") -> dict[str, Any]:
-        """For `vllm.LLM`; with `graphs` it captures decode steps, of `graph_sizes` requests, as CUDA graphs."""
+    def engine_arguments(self, graphs: bool = False, dtype: str = "float32", storage: str = "") -> dict[str, Any]:
+        """For `vllm.LLM`; with `graphs` it captures decode steps, of `graph_sizes` requests, as CUDA graphs.
+
+        Args:
+            storage: a folder for records, of a setup that collects them.
+        """
         speculative = {"method": "mtp", "num_speculative_tokens": self.k, **self.speculative}
         if self.extracts:
             layers = {"eagle_aux_hidden_state_layer_ids": list(self.extracts)}
@@ -92,6 +98,7 @@ class Setup:
             "enable_prefix_caching": self.prefix_caching,
             "disable_hybrid_kv_cache_manager": not self.hybrid,
             "speculative_config": speculative,
+            "kv_transfer_config": self._connector(storage) if self.collects else None,
             "additional_config": {KEY: {"adapt_drafts": self.adaptive}},
             "async_scheduling": self.overlapped,
             "disable_log_stats": True,
@@ -99,11 +106,16 @@ class Setup:
             "distributed_executor_backend": "external_launcher" if self.ranks > 1 else None,
         }
 
+    def _connector(self, storage: str) -> dict[str, Any]:
+        settings = {"storage_root": storage, "layer_ids": list(self.collects), "sample_rate": 0.3}
+        connector = {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"}
+        return connector | {"kv_connector_extra_config": settings}
+
     @property
     def any_model(self) -> bool:
         """Whether it drafts without what only the tiny Step-3.5 has: its tokenizer, what is made of it, its ranks."""
         plain = self.checkpoint == "tiny" and self.hidden_states_flow and self.ranks == 1
-        return plain and not self.grammars and not self.extracts
+        return plain and not self.grammars and not self.extracts and not self.collects
 
     def for_modules(self, count: int) -> "Setup":
         """The same, with a number of drafts that vLLM allows: more than there are modules only in whole rounds."""
@@ -162,6 +174,8 @@ SETUPS = (
     Setup("extraction", extracts=(0, 3, 6), max_batched_tokens=48, chunk=20, num_blocks=36, crowd=True),
     Setup("extraction, overlapped", extracts=(6, 1), overlapped=True, weight=1),
     Setup("extraction, two block sizes", extracts=(2,), checkpoint="wide", num_blocks=60, weight=1),
+    Setup("records beside drafts", collects=(0, 3, 6), max_batched_tokens=48, chunk=20, num_blocks=36, crowd=True),
+    Setup("records beside drafts, overlapped", collects=(6, 1), overlapped=True, k=6, num_blocks=60, weight=1),
     Setup("two ranks", ranks=2, max_model_len=160, max_num_seqs=4, max_batched_tokens=48, weight=1),
     Setup(
         "two ranks, local argmax",

@@ -6,14 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import report_progress, take_turn
-from bench.workers.engine import add_requests, describe_engine, keep_engine_in_process, run_worker
+from bench.workers.engine import acceptance_counters, add_requests, describe_engine, keep_engine_in_process, run_worker
 
 # `MTP_PROPOSERS`, and the runner that is asked for; None: the default, which is not the same for all.
-MODES = {"none": ("off", None), "upstream": ("upstream", None), "ours": ("on", None), "ours-v2": ("on", "1")}
+MODES = {
+    "none": ("off", None),
+    "upstream": ("upstream", None),
+    "ours": ("on", None),
+    "ours-v2": ("on", "1"),
+    "mtp": ("on", None),
+    "mtp+records": ("on", None),
+    "mtp-v2": ("on", "1"),
+    "mtp+records-v2": ("on", "1"),
+}
 
 # How often a row is copied between the model and the file, by the code: ours writes the captured stream to a buffer,
 # scatters it to the store and gathers it to the host; vLLM's stacks it, copies it to a buffer, scatters, gathers.
-COPIES = {"none": 0, "upstream": 4, "ours": 3, "ours-v2": 3}
+COPIES = {"upstream": 4}
+COPIES_OF_OURS = 3
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
@@ -36,16 +46,33 @@ def build_engine(spec: dict[str, Any]) -> Any:
     )
 
 
+def has_records(mode: str) -> bool:
+    return mode not in ("none", "mtp", "mtp-v2")
+
+
 def is_ours(mode: str) -> bool:
-    return MODES[mode][0] == "on"
+    """Whether the mode's records are this package's."""
+    return MODES[mode][0] == "on" and has_records(mode)
+
+
+def drafts(mode: str) -> bool:
+    return mode.startswith("mtp")
 
 
 def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
-    """What makes an engine extract, in each mode."""
-    if spec["mode"] == "none":
+    """What makes an engine extract, or draft, in each mode."""
+    mode = spec["mode"]
+    if mode == "none":
         return {}
-    ours = is_ours(spec["mode"])
+    ours = is_ours(mode)
     extra = {"storage_root" if ours else "shared_storage_path": spec["storage"]}
+    if drafts(mode):
+        drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": spec["drafts"]}}
+        if not ours:
+            return drafting
+        extra |= {"layer_ids": spec["layer_ids"]}
+        connector = {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"}
+        return drafting | {"kv_transfer_config": connector | {"kv_connector_extra_config": extra}}
     return {
         "speculative_config": {
             "method": "extract_hidden_states",
@@ -105,7 +132,7 @@ def ask(spec: dict[str, Any], max_tokens: int) -> Any:
     """Greedy, with a record of all rows where the mode extracts."""
     from vllm import SamplingParams
 
-    extra = {} if spec["mode"] == "none" else {"kv_transfer_params": {"include_output_tokens": True}}
+    extra = {"kv_transfer_params": {"include_output_tokens": True}} if has_records(spec["mode"]) else {}
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
 
 
@@ -113,10 +140,71 @@ def read_answer(output: Any) -> dict[str, Any]:
     params = output.kv_transfer_params or {}
     path = params.get("hidden_states_path")
     return {
+        "id": output.request_id,
         "tokens": [*output.prompt_token_ids, *output.outputs[0].token_ids],
         "path": path,
         "there": path is not None and Path(path).exists(),
     }
+
+
+def settle(engine: Any) -> None:
+    """Steps until every record is written that no answer waits for."""
+    while engine.engine_core.engine_core.scheduler.has_requests():
+        engine.step()
+
+
+def find_records(answers: list[dict[str, Any]], storage: str) -> None:
+    """Adds to answers that carry no path those of their records, which have the requests' ids."""
+    from proposers.hidden_states import RecordDataset
+
+    records = RecordDataset(storage)
+    paths = {records[i].info.request_id.rsplit("-", 1)[0]: str(path) for i, (path, _) in enumerate(records.entries)}
+    for answer in answers:
+        if answer["id"] in paths:
+            answer |= {"path": paths[answer["id"]], "there": True}
+
+
+def run_steady(engine: Any, prompts: list[list[int]], params: Any, batch: int, seconds: float) -> dict[str, float]:
+    """Keeps `batch` requests running, so that prompts, decoding and writing go on side by side as they do on a server.
+
+    Returns:
+        `seconds` from where as many have ended as run at a time, and of that time: `tokens` of prompts that were begun
+        to be answered and of outputs, and `requests` that ended.
+    """
+    lengths: dict[str, int] = {}
+    begun, number, ended = None, 0, 0
+    tokens, requests = 0, 0
+    while begun is None or time.perf_counter() - begun < seconds:
+        while engine.get_num_unfinished_requests() < batch:
+            prompt = prompts[number % len(prompts)]
+            engine.add_request(f"steady-{number}", {"prompt_token_ids": prompt}, params)
+            number += 1
+        for output in engine.step():
+            now = len(output.outputs[0].token_ids)
+            new = now - lengths.get(output.request_id, -len(output.prompt_token_ids))
+            lengths[output.request_id] = now
+            ended += output.finished
+            if begun is not None:
+                tokens, requests = tokens + new, requests + output.finished
+        if begun is None and ended >= batch:
+            begun = time.perf_counter()
+    took = time.perf_counter() - begun
+    while engine.has_unfinished_requests():
+        engine.step()
+    settle(engine)
+    return {"seconds": round(took, 3), "tokens": tokens, "requests": requests}
+
+
+def counted(llm: Any, name: str) -> int:
+    """One of the connector's counters, the sum of all labels."""
+    name = f"vllm:hidden_states_{name}"
+    return int(sum(metric.value for metric in llm.get_metrics() if metric.name == name))
+
+
+def newly_skipped(llm: Any, result: dict[str, Any]) -> int:
+    """Records that were skipped since this was asked last."""
+    before, result["skipped"] = result.get("skipped", 0), counted(llm, "records_skipped")
+    return result["skipped"] - before
 
 
 def host_bytes(spec: dict[str, Any]) -> int | None:
@@ -136,6 +224,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     take_turn()
     run_all(engine, prompts, ask(spec, 1), "warm-up-prefill")
     run_all(engine, prompts[:batch], ask(spec, 4), "warm-up-decode")
+    settle(engine)
     for run in range(spec["runs"]):
         take_turn()
         report_progress(f"run {run + 1} of {spec['runs']}")
@@ -146,18 +235,34 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             seconds, tokens, rest, decoded = run_decode(engine, part, ask(spec, spec["output_tokens"]), tag)
             decode_s, decode_tokens, end_s = decode_s + seconds, decode_tokens + tokens, end_s + rest
             answers += decoded
+        settle(engine)
+        if is_ours(spec["mode"]) and drafts(spec["mode"]):
+            find_records(answers, spec["storage"])
         result["runs"].append(
             {
                 "prefill_s": round(prefill_s, 4),
                 "decode_s": round(decode_s, 4),
                 "decode_tokens": decode_tokens,
                 "last_answer_ms": round(1e3 * end_s / -(-len(prompts) // batch), 3),
-                "files_missing": sum(not answer["there"] for answer in answers),
+                "files_missing": sum(not answer["there"] for answer in answers) - newly_skipped(llm, result),
             }
         )
         result["answers"] = answers  # of the last run: they are the same in all
     result["num_gpu_blocks"] = engine.vllm_config.cache_config.num_gpu_blocks
-    result["copies"] = COPIES[spec["mode"]] + (spec["mode"] != "none" and spec["platform"] == "cuda")
+    result["copies"] = 0
+    if has_records(spec["mode"]):
+        result["copies"] = COPIES.get(spec["mode"], COPIES_OF_OURS) + (spec["platform"] == "cuda")
+    if spec["steady_s"]:
+        take_turn()
+        report_progress(f"{spec['steady_s']:g} seconds without a pause")
+        bytes_before = counted(llm, "bytes_written")
+        result["steady"] = run_steady(engine, prompts, ask(spec, spec["output_tokens"]), batch, spec["steady_s"])
+        result["steady"] |= {
+            "bytes": counted(llm, "bytes_written") - bytes_before,
+            "skipped": newly_skipped(llm, result),
+        }
+    passes, accepted = acceptance_counters(llm)
+    result["tokens_per_pass"] = round(1 + sum(accepted) / passes, 3) if passes else None
     result["peak_host_bytes"] = host_bytes(spec)
     result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return result

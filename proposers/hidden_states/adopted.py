@@ -10,8 +10,7 @@ import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
-from proposers.hidden_states.plan import CONNECTOR_OF_THE_HOST, asks_for_hidden_states
-from proposers.plugin import CONNECTOR
+from proposers.hidden_states.plan import CONNECTOR, CONNECTOR_OF_THE_HOST, asks_for_hidden_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -2,25 +2,32 @@
 
 The host's own protocol of connectors, and what happens when:
 
-1. A request finishes in the scheduler. Its blocks are kept (`request_finished_all_groups` returns True) and its
-   finished output is held back (`hold_back`, by the patch of `Scheduler.update_from_output` in the ledger), because
-   the path in it must be that of a file that exists.
+1. A request finishes in the scheduler (`request_finished_all_groups`). Its record is admitted, or skipped whole
+   (`admission.py`). Its blocks are kept.
 2. The next step's metadata tells the worker, which gathers the rows of all of them at once before it runs the model
    (`bind_connector_metadata`), and reports the blocks free as soon as they have been read (`get_finished`). Where the
    ring has no room they are read in later steps.
-3. Writer threads write. What became of a record comes back with a step's output (`build_connector_worker_meta`); then
-   the held output leaves, with the path or the reason why there is none.
+3. Writer threads write. What became of a record comes back with a step's output (`build_connector_worker_meta`).
 
-While anything is held, `has_pending_push_work` keeps the engine stepping, with empty steps if need be; those wait for
-the writers a little, so that nobody spins.
+Where an answer waits for its record, the finished output is held back (`hold_back`, by the patch of
+`Scheduler.update_from_output` in the ledger), because the path in it must be that of a file that exists. It leaves with
+the path, or the reason why there is none. Beside a drafting method nothing waits: then records are admitted only while
+the ring has room for them, so that no step waits for the disk either.
+
+Rows `[0, num_tokens - 1)` of a finished request are verified, however many drafts were run beyond them, and a row that
+a rejected draft has written is written again when its position is run again.
+
+While anything is under way, `has_pending_push_work` keeps the engine stepping, with empty steps if need be; those wait
+for the writers a little, so that nobody spins.
 """
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,15 +36,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from mtp.groups import choose_anchor
 from mtp.store import RowStore
-from proposers.hidden_states.plan import METHOD, ExtractionPlan
+from proposers.hidden_states.admission import LOADED, REASONS, SAMPLING, Admission
+from proposers.hidden_states.drafts import Step, StepLog, drafts_of_steps, slots_of_steps
+from proposers.hidden_states.loaded import LoadedBlocks
+from proposers.hidden_states.plan import METHOD, ExtractionPlan, asks_for_hidden_states
 from proposers.hidden_states.record import RecordInfo
 from proposers.hidden_states.request import RecordRequest, Settings, generated_name
-from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
+from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats, skipped
+from proposers.hidden_states.stop_strings import StopStrings
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
 from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Sink, Writers, Written, log_failure
@@ -45,7 +56,7 @@ from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Sink,
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
 # How long a step without tokens waits for the writers: long enough not to spin, short enough for a new request.
-IDLE_WAIT_S = 0.02
+IDLE_WAIT_S, IDLE_WAIT_WHILE_SERVING_S = 0.02, 0.005
 
 # In place of blocks that a sliding window has left behind.
 NULL_BLOCK = 0
@@ -62,6 +73,8 @@ class Take:
         kept_blocks: its blocks in all groups, which are kept until the rows have been read.
         name: under the storage root; None leaves it to the worker.
         token_ids: of the rows.
+        num_bytes: of the rows.
+        steps, preemptions: of the request, where drafts are recorded.
     """
 
     info: RecordInfo
@@ -70,6 +83,9 @@ class Take:
     name: str | None
     number: int
     token_ids: list[int]
+    num_bytes: int
+    steps: list[Step] | None
+    preemptions: int
 
 
 @dataclass
@@ -86,12 +102,19 @@ class HiddenStatesMetadata(KVConnectorMetadata):
 
 @dataclass
 class HiddenStatesWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the worker."""
+    """From the worker.
+
+    Attributes:
+        written: what became of records.
+        drained_bytes: how many bytes of all takes so far have left the store and the ring.
+    """
 
     written: list[Written]
+    drained_bytes: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return HiddenStatesWorkerMetadata([*self.written, *other.written])
+        assert isinstance(other, HiddenStatesWorkerMetadata)
+        return HiddenStatesWorkerMetadata([*self.written, *other.written], max(self.drained_bytes, other.drained_bytes))
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -107,10 +130,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         plan = ExtractionPlan.of(vllm_config)
         if plan is None:
             raise ValueError(
-                f"HiddenStatesConnector writes what the method {METHOD} extracts, and this engine doesn't. Give a "
-                "speculative_config with that method, or no HiddenStatesConnector."
+                f"vLLM's own proposer of the method {METHOD} keeps the hidden states here, and HiddenStatesConnector "
+                f"doesn't read what it keeps. Name one of the two connectors, not both."
             )
         self.stats = HiddenStatesStats()
+        waits = self.settings.wait_for_records
+        self._waits = asks_for_hidden_states(vllm_config.speculative_config) if waits is None else waits
         if role is KVConnectorRole.SCHEDULER:
             groups = kv_cache_config.kv_cache_groups
             self._anchor = choose_anchor(groups)
@@ -118,7 +143,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._plan = plan
             self._takes: list[Take] = []
             self._number = 0
-            self._warn_of_stop_strings = self._warn_of_sessions = True
+            self._warn_of_sessions = True
+            self._admission = Admission(self.settings, self._waits)
+            self._loaded = LoadedBlocks(self._anchor, self._block_size)
+            self._stop_strings = StopStrings(vllm_config.model_config)
+            self.step_log = StepLog() if plan.num_drafts else None
+            self._standing: dict[str, int] = {}
             # Requests whose record is on its way: the output to be sent then, once the request's step has made one.
             self._held: dict[str, tuple[int, EngineCoreOutput] | None] = {}
             self._results: dict[str, dict[str, Any]] = {}
@@ -126,6 +156,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._transfer: RowTransfer | None = None
             self._reading: dict[str, Callable[[], bool]] = {}
             self._written: list[Written] = []
+            self._rows: dict[str, int] = {}
+            self._submitted_bytes = self._reported_bytes = 0
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -135,18 +167,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._loaded.note_hit(request.request_id, num_computed_tokens)
         return 0, False
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._loaded.bind(gpu_block_pool)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing is loaded."""
 
     def on_new_request(self, request: Any) -> None:
-        if self._warn_of_stop_strings and getattr(request.sampling_params, "stop", None):
-            self._warn_of_stop_strings = False
-            logger.warning(
-                "A request that ends by a stop string leaves no record: the front end ends it, which the engine can't "
-                "tell from an abort. Use stop_token_ids."
-            )
         if self._warn_of_sessions and getattr(request, "resumable", False):
             self._warn_of_sessions = False
             logger.warning(
@@ -157,31 +187,49 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if request.status not in _COMPLETE:
+        steps = None if self.step_log is None else self.step_log.pop(request.request_id)
+        was_loaded = self._loaded.is_in(request.request_id, block_ids[self._anchor])
+        if request.status not in _COMPLETE and not self._stop_strings.may_have_ended(request):
             return False, None
         try:
-            take = self._plan_take(request, block_ids)
+            wanted = RecordRequest.of(request.kv_transfer_params, self.settings.include_output_tokens)
+            if not wanted.extract:
+                return False, None
+            if not wanted.asked_for and not self._admission.is_sampled(request.request_id):
+                return self._skip(SAMPLING)
+            take = self._plan_take(request, block_ids, wanted, steps)
         except ValueError as error:
             self.stats.count(records_failed=1)
             log_failure(request.request_id, str(error))  # a streamed answer doesn't carry it
             return False, {"error": str(error)}
         if take is None:
             return False, None
+        if reason := LOADED if was_loaded else self._admission.admit(request.request_id, take.num_bytes):
+            return self._skip(reason)
         self._takes.append(take)
-        self._held[request.request_id] = None
+        if self._waits and request.status in _COMPLETE:
+            self._held[request.request_id] = None
         return True, None
 
-    def _plan_take(self, request: Any, block_ids: tuple[list[int], ...]) -> Take | None:
-        wanted = RecordRequest.of(request.kv_transfer_params, self.settings.include_output_tokens)
-        if not wanted.extract:
+    def _skip(self, reason: str) -> tuple[bool, dict[str, Any] | None]:
+        self.stats.count(**{skipped(reason): 1})
+        return False, {"skipped": REASONS[reason]} if self._waits else None
+
+    def _plan_take(
+        self, request: Any, block_ids: tuple[list[int], ...], wanted: RecordRequest, steps: list[Step] | None
+    ) -> Take | None:
+        """What to take out of the store; None for a request that was broken off."""
+        reason, num_tokens = RequestStatus.get_finished_reason(request.status), request.num_tokens
+        if (num_output_tokens := self._stop_strings.tokens_up_to(request)) is not None:
+            reason, num_tokens = FinishReason.STOP, request.num_prompt_tokens + num_output_tokens
+        if reason is FinishReason.ABORT:
             return None
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ValueError("The prompt has embeddings in it, and a record is of token ids. Give token ids alone.")
-        start, stop = wanted.rows(request.num_prompt_tokens, request.num_tokens)
+        start, stop = wanted.rows(request.num_prompt_tokens, num_tokens)
         blocks = list(block_ids[self._anchor])
-        if len(blocks) * self._block_size < stop:
-            raise ValueError(f"Rows [{start}, {stop}) were asked for and the request has {len(blocks)} blocks left.")
-        reason = RequestStatus.get_finished_reason(request.status)
+        if (computed := min(len(blocks) * self._block_size, request.num_computed_tokens)) < stop:
+            raise ValueError(f"Rows [{start}, {stop}) were asked for and the request has {computed} left.")
         info = RecordInfo(
             layer_ids=self._plan.layer_ids,
             num_layers=self._plan.num_layers,
@@ -195,21 +243,37 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             encoding=self.settings.encoding,
         )
         self._number += 1
-        token_ids = list(request.all_token_ids[start:stop])
-        kept_blocks = sum(block_id != NULL_BLOCK for of_group in block_ids for block_id in of_group)
-        return Take(info, blocks, kept_blocks, wanted.name, self._number, token_ids)
+        return Take(
+            info=info,
+            block_ids=blocks,
+            kept_blocks=sum(block_id != NULL_BLOCK for of_group in block_ids for block_id in of_group),
+            name=wanted.name,
+            number=self._number,
+            token_ids=list(request.all_token_ids[start:stop]),
+            num_bytes=info.rows * self._plan.row_bytes,
+            steps=None if steps is None else [step for step in steps if start <= step.row < stop],
+            preemptions=request.num_preemptions,
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> HiddenStatesMetadata:
+        self._loaded.note_step(scheduler_output)
         takes, self._takes = self._takes, []
         return HiddenStatesMetadata(takes, idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        for record in meta.written if meta is not None else ():
-            self._results[record.request_id] = _response(record)
+        if meta is None:
+            return
+        self._admission.drained(meta.drained_bytes)
+        for record in meta.written:
+            self._admission.settle(record.request_id, record.num_bytes)
+            if record.request_id in self._held:
+                self._results[record.request_id] = _response(record)
 
     def has_pending_push_work(self) -> bool:
-        return bool(self._held)
+        if self.settings.sharded and not self._waits:  # nobody waits for a shard to be closed
+            return self._admission.backlog_bytes > 0
+        return self._admission.num_in_flight > 0
 
     def hold_back(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         """Keeps finished outputs until their records are in place, and adds those whose records now are.
@@ -223,12 +287,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                     self._held[output.request_id] = (client, output)
             of_client.outputs = [o for o in of_client.outputs if not self._holds(o)]
         for request_id in list(self._results):
-            held = self._held.pop(request_id, None)
-            params = self._results.pop(request_id)
-            if held is not None:
-                client, output = held
-                output.kv_transfer_params = params
-                outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+            held = self._held.pop(request_id)
+            assert held is not None  # the step in which a request ends makes its output
+            client, output = held
+            output.kv_transfer_params = self._results.pop(request_id)
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
     def _holds(self, output: EngineCoreOutput) -> bool:
@@ -244,7 +307,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._storage = Storage(self.settings.storage_root)
         self._ring = Ring(self.settings.ring_bytes, pinned=store.rows.is_cuda)
-        self._transfer = RowTransfer(store, self._ring)
+        self._transfer = RowTransfer(store, self._ring, self._waits)
         self._writers = Writers(self._make_sinks(), self.settings.shard_seconds)
         self._close = weakref.finalize(self, _close, self._transfer, self._writers, self._storage)
         if (size := get_tensor_model_parallel_world_size()) > 1:
@@ -269,7 +332,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._take_out(takes)
         else:
             self._transfer.advance()
-        if connector_metadata.idle and self.settings.sharded and not self._transfer.waiting:
+        # Answers that wait want their shards closed; otherwise shards are closed by their age and size.
+        if connector_metadata.idle and self._waits and self.settings.sharded and not self._transfer.waiting:
             self._writers.flush()
 
     def _take_out(self, takes: list[Take]) -> None:
@@ -278,9 +342,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         batch = []
         for take in takes:
             name = take.name or generated_name(self._storage.run, take.number, take.info.request_id)
-            job = Job(name, take.name is None, take.info, take.token_ids, row_shape)
+            job = Job(name, take.name is None, take.info, take.token_ids, row_shape, *self._extras_of(take))
             batch.append((job, take.block_ids, take.kept_blocks))
             self._writers.submit(job)
+            self._rows[take.info.request_id] = take.info.rows
+            self._submitted_bytes += job.row_bytes
         try:
             were_read = self._transfer.submit(batch)
         except BaseException:
@@ -289,16 +355,32 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise
         self._reading |= zip((take.info.request_id for take in takes), were_read, strict=True)
 
+    def _extras_of(self, take: Take) -> tuple[Any, ...]:
+        steps = take.steps
+        if steps is None:
+            return ()
+        assert self._transfer is not None
+        found = self._transfer.copy_drafts(slots_of_steps(steps, take.block_ids, self._transfer.block_size))
+        shapes = (("draft_rows", (len(steps),)), ("draft_counts", (len(steps), 2)), ("draft_tokens", found.shape))
+
+        def read() -> Mapping[str, torch.Tensor]:
+            return drafts_of_steps(steps, found, take.token_ids, take.info.first_position, take.preemptions)
+
+        return shapes, read
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._transfer is None:
-            return None, None
         meta = self._get_connector_metadata()
         assert isinstance(meta, HiddenStatesMetadata)
-        self._written = self._writers.take_results(IDLE_WAIT_S if meta.idle else 0.0)
+        if self._transfer is None:  # every rank reports, and this one has no rows to read
+            return {take.info.request_id for take in meta.takes} or None, None
+        idle_wait = IDLE_WAIT_S if self._waits else IDLE_WAIT_WHILE_SERVING_S
+        self._written = self._writers.take_results(idle_wait if meta.idle else 0.0)
         for record in self._written:
+            written, rows = record.error is None, self._rows.pop(record.request_id)
             self.stats.count(
-                records_written=record.error is None,
-                records_failed=record.error is not None,
+                records_written=written,
+                records_failed=not written,
+                rows_written=rows * written,
                 bytes_written=record.num_bytes,
             )
         read = {request_id for request_id, was_read in self._reading.items() if was_read()}
@@ -307,17 +389,19 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return read or None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._transfer is None:
+            return None
         written, self._written = self._written, []
-        return HiddenStatesWorkerMetadata(written) if written else None
+        drained = self._submitted_bytes - self._transfer.waiting_bytes - self._ring.used_bytes
+        if not written and drained == self._reported_bytes:
+            return None
+        self._reported_bytes = drained
+        return HiddenStatesWorkerMetadata(written, drained)
 
     @property
     def peak_host_bytes(self) -> int:
         """The most that waited for the writers at one time."""
         return self._ring.peak_bytes
-
-    def get_finished_count(self) -> int:
-        """One rank reports each request."""
-        return 1
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
@@ -340,6 +424,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # Counters.
 
     def get_kv_connector_stats(self) -> HiddenStatesStats | None:
+        if self.role is KVConnectorRole.SCHEDULER:
+            standing = {
+                "records_in_flight": self._admission.num_in_flight,
+                "backlog_bytes": self._admission.backlog_bytes,
+                "quota_reached": int(self._admission.quota_reached),
+            }
+            if standing != self._standing:
+                self._standing = standing
+                self.stats.data |= standing
         if self.stats.is_empty():
             return None
         stats, self.stats = self.stats, HiddenStatesStats()

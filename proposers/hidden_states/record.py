@@ -71,6 +71,20 @@ class RecordInfo:
         return cls(**values | {"layer_ids": tuple(values["layer_ids"])})
 
 
+class Drafts(NamedTuple):
+    """The steps of a request that verified drafts, in their order.
+
+    Attributes:
+        rows: `[S]` int32, the sequence position that a step's drafts follow.
+        counts: `[S, 2]` int32, how many were drafted and how many of those accepted.
+        tokens: `[S, K]` int32, the drafts; -1 beyond them, and for rejected ones that a preemption has wiped out.
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    tokens: torch.Tensor
+
+
 class Record(NamedTuple):
     """One request.
 
@@ -78,11 +92,13 @@ class Record(NamedTuple):
         hidden_states: `[T, L, H]` in the model's dtype.
         token_ids: `[T]` int64, the tokens at these rows.
         info: what they are.
+        drafts: what was drafted meanwhile, where the connector's `record_drafts` is set.
     """
 
     hidden_states: torch.Tensor
     token_ids: torch.Tensor
     info: RecordInfo
+    drafts: Drafts | None = None
 
 
 def load(path: str | Path, name: str | None = None) -> Record:
@@ -116,7 +132,14 @@ def load(path: str | Path, name: str | None = None) -> Record:
         if info.encoding == fp8.ENCODING:
             scales = file.get_tensor(f"{prefix}{fp8.SCALES}")
             hidden_states = fp8.dequantize(hidden_states, scales, getattr(torch, info.dtype))
-        return Record(hidden_states, file.get_tensor(f"{prefix}token_ids"), info)
+        return Record(hidden_states, file.get_tensor(f"{prefix}token_ids"), info, _drafts(file, prefix))
+
+
+def _drafts(file: Any, prefix: str) -> Drafts | None:
+    try:
+        return Drafts(*(file.get_tensor(f"{prefix}draft_{name}") for name in Drafts._fields))
+    except SafetensorError:  # it has none
+        return None
 
 
 class RecordDataset(torch.utils.data.Dataset):

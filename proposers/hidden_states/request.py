@@ -1,9 +1,11 @@
 """What a configuration and a request ask of the connector, and the names of records."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from proposers.hidden_states import fp8
 from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
@@ -19,6 +21,7 @@ class Settings:
 
     Attributes:
         storage_root: the folder that everything is written under.
+        layer_ids: what is kept, where the speculative method isn't extraction (`ExtractionPlan.of` checks them).
         include_output_tokens: rows of the output too, where a request doesn't say.
         sharded: few large files in place of one per request.
         shard_bytes: a shard is closed when it has that many, and whenever nothing else is left to do.
@@ -27,9 +30,16 @@ class Settings:
         writer_threads: files that are written at the same time; a sharded engine has one.
         dtype: of the files' rows: `model`, as they are, or `fp8`.
         lock_files: a `.lock` beside each file, which readers of vLLM's `ExampleHiddenStatesConnector` want to take.
+        wait_for_records: an answer waits for its record and carries its path. None: where extraction is the
+            speculative method, and not beside one that drafts.
+        sample_rate: the share of the requests that say nothing of a record which get one.
+        bytes_per_second: of records; None: as many as the disk takes.
+        disk_quota_bytes: of all files under the storage root; None: as many as there is room for.
+        record_drafts: a record has what was drafted for its request, step by step, and how much of it was accepted.
     """
 
     storage_root: str
+    layer_ids: Sequence[int] | None = None
     include_output_tokens: bool = False
     sharded: bool = False
     shard_bytes: int = 1 << 30
@@ -38,11 +48,16 @@ class Settings:
     writer_threads: int = 4
     dtype: str = "model"
     lock_files: bool = False
+    wait_for_records: bool | None = None
+    sample_rate: float = 1.0
+    bytes_per_second: int | None = None
+    disk_quota_bytes: int | None = None
+    record_drafts: bool = False
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Settings":
         """Raises `ValueError` for keys and values that it doesn't know."""
-        known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+        known = {field.name: _plain_type(field.type) for field in fields(cls)}
         if unknown := sorted(set(extra) - set(known)):
             raise ValueError(f"kv_connector_extra_config has {', '.join(unknown)}; there are {', '.join(known)}.")
         if not isinstance(extra.get("storage_root"), str) or not extra["storage_root"]:
@@ -51,14 +66,15 @@ class Settings:
                 "hidden states are to be written under."
             )
         for key, value in extra.items():
-            wanted: Any = (int, float) if known[key] is float else known[key]
-            if not isinstance(value, wanted) or (isinstance(value, bool) and known[key] is not bool):
-                raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {known[key].__name__}.")
-            if known[key] in (int, float) and value <= 0:
-                raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
+            if key != "layer_ids":  # the plan checks them
+                _check_setting(key, value, known[key])
         if extra.get("dtype", "model") not in ENCODINGS:
             raise ValueError(
                 f"kv_connector_extra_config has dtype={extra['dtype']!r}; there are {', '.join(ENCODINGS)}."
+            )
+        if extra.get("sample_rate", 1) > 1:
+            raise ValueError(
+                f"kv_connector_extra_config has sample_rate={extra['sample_rate']}: it is a share up to 1."
             )
         return cls(**extra)
 
@@ -66,6 +82,20 @@ class Settings:
     def encoding(self) -> str:
         """As a record states it."""
         return ENCODINGS[self.dtype]
+
+
+def _plain_type(annotation: Any) -> type:
+    """Without None, which stands for what isn't set."""
+    plain: type = next((one for one in get_args(annotation) if one is not NoneType), annotation)
+    return plain
+
+
+def _check_setting(key: str, value: Any, wanted: type) -> None:
+    allowed: Any = (int, float) if wanted is float else wanted
+    if not isinstance(value, allowed) or (isinstance(value, bool) and wanted is not bool):
+        raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {wanted.__name__}.")
+    if wanted in (int, float) and value <= 0:
+        raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +107,14 @@ class RecordRequest:
         include_output_tokens: rows of the output too; the token that was sampled last was not run and has none.
         window: sequence positions `[start, stop)` to keep of those.
         name: the record's path under the storage root, without suffix; the connector's choice where there is none.
+        asked_for: it says itself that there is to be a record, so it isn't sampled.
     """
 
     extract: bool
     include_output_tokens: bool
     window: tuple[int, int] | None
     name: str | None
+    asked_for: bool
 
     @classmethod
     def of(cls, params: Any, include_output_tokens: bool) -> "RecordRequest":
@@ -91,7 +123,7 @@ class RecordRequest:
             params = {}
         if not isinstance(params, dict):
             raise ValueError(f"kv_transfer_params is {params!r} and should be an object.")
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in fields(cls) if field.name != "asked_for"]
         if unknown := sorted(map(str, set(params) - set(known))):
             raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
         defaults = {"extract": True, "include_output_tokens": include_output_tokens}
@@ -100,7 +132,12 @@ class RecordRequest:
             if not isinstance(value, bool):
                 raise ValueError(f"kv_transfer_params has {key}={value!r}, which is neither true nor false.")
         name = params.get("name")
-        return cls(**flags, window=_window(params.get("window")), name=None if name is None else checked_name(name))
+        return cls(
+            **flags,
+            window=_window(params.get("window")),
+            name=None if name is None else checked_name(name),
+            asked_for="extract" in params or name is not None,
+        )
 
     def rows(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
         """Positions `[start, stop)` to write.

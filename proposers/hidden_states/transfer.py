@@ -29,6 +29,10 @@ class RowTransfer:
     A batch of more than `piece_bytes` is copied in pieces of that size: the ring holds two, so that one is written
     while the next is copied, and the device holds one.
 
+    Args:
+        waits: for room in the ring, where too many blocks are kept for rows. Without, no step waits for the disk, and
+            the caller sees to it that there isn't much to keep.
+
     Attributes:
         gathers, copies: how often rows were gathered, and copied from the device.
 
@@ -36,8 +40,8 @@ class RowTransfer:
         ValueError: the ring can't hold two rows.
     """
 
-    def __init__(self, store: RowStore, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, store: RowStore, ring: Ring, waits: bool = True) -> None:
+        self._ring, self._waits = ring, waits
         self._pieces: deque[_Piece] = deque()
         self._kept_blocks = 0
         self.gathers = self.copies = 0
@@ -59,9 +63,18 @@ class RowTransfer:
         self._stream = torch.cuda.Stream(self._rows.device) if self._rows.is_cuda else None
 
     @property
+    def block_size(self) -> int:
+        return self._store.block_size
+
+    @property
     def waiting(self) -> bool:
         """Whether there are rows that the ring had no room for."""
         return bool(self._pieces)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of those rows."""
+        return sum(len(piece.slots) for piece in self._pieces) * self._row_bytes
 
     def submit(self, batch: Sequence[tuple[Job, Sequence[int], int]]) -> list[Callable[[], bool]]:
         """Copies the rows of these jobs, whose first position is `job.info.first_position`, or has them wait.
@@ -82,9 +95,25 @@ class RowTransfer:
             self._pieces.append(_Piece(piece, list(spans.next(len(piece)))))
         self._kept_blocks += sum(reading.kept_blocks for reading in readings)
         self.advance()
-        while self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
+        while self._waits and self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
             self._copy_next(self._ring.take(*self._next_size()))
         return [reading.is_done for reading in readings]
+
+    def copy_drafts(self, slots: np.ndarray) -> torch.Tensor:
+        """Asks for the drafts at these slots `[num_steps]`: they are there when rows that are submitted later are.
+
+        Returns:
+            `[num_steps, num_drafts]` int32.
+        """
+        assert self._store.drafts is not None
+        drafts, indices = self._store.drafts.flatten(0, 1).flatten(1), torch.from_numpy(slots)
+        if self._stream is None:
+            return drafts.index_select(0, indices)
+        host = torch.empty(len(slots), drafts.shape[1], dtype=drafts.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(drafts.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(drafts.index_select(0, async_tensor_h2d(indices, device=drafts.device)), non_blocking=True)
+        return host
 
     def advance(self) -> None:
         """Copies of what waits as much as the ring has room for."""

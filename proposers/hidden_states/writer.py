@@ -7,12 +7,13 @@ wait where they are (`RowTransfer`).
 
 import json
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,12 @@ class Ring:
         self.peak_bytes = 0
         self._regions: deque[Region] = deque()
         self._changed = threading.Condition()
+
+    @property
+    def used_bytes(self) -> int:
+        """How much is in use now."""
+        with self._changed:
+            return sum(region.stop - region.start for region in self._regions)
 
     def take(self, num_bytes: int, users: int) -> Region:
         """Room for that many bytes, and waits until there is.
@@ -138,6 +145,8 @@ class Job:
         name: path under the storage root without suffix, or the name within a shard.
         replace: the name is the connector's own, so nobody else has it.
         row_shape: `[L, H]`.
+        extras: int32 tensors that come after the rows, name and shape of each.
+        read_extras: gives them by name, once the rows have arrived.
     """
 
     name: str
@@ -145,6 +154,8 @@ class Job:
     info: RecordInfo
     token_ids: Sequence[int]
     row_shape: tuple[int, int]
+    extras: Sequence[tuple[str, Sequence[int]]] = ()
+    read_extras: Callable[[], Mapping[str, torch.Tensor]] | None = None
     parts: "queue.SimpleQueue[Part | None]" = field(default_factory=queue.SimpleQueue)
     missing: int = field(init=False)
 
@@ -163,12 +174,14 @@ class Job:
         token_ids = (f"{prefix}token_ids", "I64", (rows,), rows * 8)
         shape = (rows, layers, hidden_size)
         if self.info.encoding == fp8.ENCODING:
-            return [
-                token_ids,
+            of_rows = [
                 (f"{prefix}hidden_states", "F8_E4M3", shape, rows * layers * hidden_size),
                 (f"{prefix}{fp8.SCALES}", "F32", (rows, layers, 1), rows * layers * 4),
             ]
-        return [token_ids, (f"{prefix}hidden_states", DTYPES[self.info.dtype], shape, self.row_bytes)]
+        else:
+            of_rows = [(f"{prefix}hidden_states", DTYPES[self.info.dtype], shape, self.row_bytes)]
+        extras = [(f"{prefix}{name}", "I32", shape, 4 * math.prod(shape)) for name, shape in self.extras]
+        return [token_ids, *of_rows, *extras]
 
     @property
     def stored_bytes(self) -> int:
@@ -179,17 +192,22 @@ class Job:
         """The tensors' bytes in that order. Rows are released when the next is asked for or the iterator closed."""
         yield _bytes_of(torch.tensor(self.token_ids, dtype=torch.int64))
         with closing(self._rows()) as parts:
-            if self.info.encoding != fp8.ENCODING:
-                for rows in parts:
-                    yield _bytes_of(rows)
-                return
-            scales = []
-            for rows in parts:
-                for some in rows.view(getattr(torch, self.info.dtype)).view(-1, *self.row_shape).split(ROWS_AT_ONCE):
-                    quantized, of_some = fp8.quantize(some)
-                    scales.append(of_some)
-                    yield _bytes_of(quantized)
-            yield from map(_bytes_of, scales)
+            yield from self._encoded(parts)
+        values = {} if self.read_extras is None else self.read_extras()
+        for name, _ in self.extras:
+            yield _bytes_of(values[name].contiguous())
+
+    def _encoded(self, parts: Iterable[torch.Tensor]) -> Generator[memoryview, None, None]:
+        if self.info.encoding != fp8.ENCODING:
+            yield from map(_bytes_of, parts)
+            return
+        scales = []
+        for rows in parts:
+            for some in rows.view(getattr(torch, self.info.dtype)).view(-1, *self.row_shape).split(ROWS_AT_ONCE):
+                quantized, of_some = fp8.quantize(some)
+                scales.append(of_some)
+                yield _bytes_of(quantized)
+        yield from map(_bytes_of, scales)
 
     def _rows(self) -> Generator[torch.Tensor, None, None]:
         """The hidden states' bytes as they come, whole rows each."""

@@ -20,7 +20,7 @@ from proposers.hidden_states.plan import (
     METHOD,
     ExtractionPlan,
     asks_for_hidden_states,
-    check_and_draft_nothing,
+    check_configuration,
 )
 from proposers.host.drafting import NO_REGISTRY, PLUGIN_PROPOSERS
 from proposers.host.patching import patch
@@ -45,7 +45,7 @@ def draft_nothing(original: Any) -> Any:
     def __post_init__(self: Any) -> None:
         adopt(self)
         if ExtractionPlan.of(self) is not None:
-            check_and_draft_nothing(self)
+            check_configuration(self)
         original(self)
 
     return __post_init__
@@ -125,12 +125,13 @@ def _without_the_method(vllm_config: Any) -> Any:
 def _build_extractor(plan: ExtractionPlan, vllm_config: Any, device: Any) -> Any:
     from proposers.hidden_states.extractor import ExtractHiddenStatesProposer
 
+    alone = asks_for_hidden_states(vllm_config.speculative_config)
     logger.info(
-        "%s.%s keeps the hidden states %s of every token, instead of vLLM's own proposer "
-        "(MTP_PROPOSERS=upstream switches back).",
+        "%s.%s keeps the hidden states %s of every token, %s.",
         ExtractHiddenStatesProposer.__module__,
         ExtractHiddenStatesProposer.__name__,
         list(plan.layer_ids),
+        "instead of vLLM's own proposer (MTP_PROPOSERS=upstream switches back)" if alone else "beside what drafts",
     )
     return ExtractHiddenStatesProposer(plan, vllm_config, device)
 
@@ -248,11 +249,11 @@ def _with_rows(
     def with_rows() -> Iterator[None]:
         with context or nullcontext():
             yield
-            rows.append(extractor.allocate(kv_cache_config, *block_tables()))
+            rows.extend(extractor.allocate(kv_cache_config, *block_tables()))
 
     result = allocate(with_rows())
     # Where the host copies blocks, it copies every tensor of this list.
-    runner.kv_caches += [tensor for tensor in rows if tensor is not None]
+    runner.kv_caches += rows
     return result
 
 
@@ -271,7 +272,7 @@ def _row_bytes_per_block(vllm_config: Any, kv_cache_groups: Any) -> int:
         return 0
     from mtp.store import row_bytes_per_block
 
-    return row_bytes_per_block(kv_cache_groups, plan.row_bytes)
+    return row_bytes_per_block(kv_cache_groups, plan.stored_bytes)
 
 
 @patch(

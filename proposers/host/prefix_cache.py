@@ -5,6 +5,7 @@ from typing import Any
 
 from mtp.plan import DraftPlan
 from proposers.architecture import Architecture, architecture_of, why_not_on_v2
+from proposers.hidden_states.plan import CONNECTOR, connectors_of
 from proposers.host.patching import patch
 
 logger = logging.getLogger("vllm.proposers")
@@ -46,7 +47,7 @@ def _keyed_for(vllm_config: Any) -> Architecture | None:
     if architecture is None or (vllm_config.use_v2_model_runner and why_not_on_v2(vllm_config, architecture)):
         return None
     events = vllm_config.kv_events_config
-    if vllm_config.kv_transfer_config is not None or (events is not None and events.enable_kv_cache_events):
+    if connectors_of(vllm_config).keys() - {CONNECTOR} or (events is not None and events.enable_kv_cache_events):
         logger.warning(
             "A KV connector, or who listens to KV cache events, counts on vLLM's keys of the prefix cache, which don't "
             "know the tokens after a block: the first drafts after a prefix hit may rest on another request's tokens. "

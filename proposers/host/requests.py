@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from proposers.hidden_states.plan import settings_of_connector
 from proposers.host.patching import patch
-from proposers.plugin import CONNECTOR
 
 
 @patch(
@@ -42,13 +42,12 @@ def _as_error_of_the_client() -> Iterator[None]:
 
 def _wanted(vllm_config: Any, params: Any) -> Any:
     """What the request asks of `HiddenStatesConnector`, checked; None where that isn't there, or nothing is asked."""
-    transfer, extra = vllm_config.kv_transfer_config, getattr(params, "extra_args", None) or {}
+    settings, extra = settings_of_connector(vllm_config), getattr(params, "extra_args", None) or {}
     asked = extra.get("kv_transfer_params")
-    if asked is None or transfer is None or transfer.kv_connector != CONNECTOR:
+    if asked is None or settings is None:
         return None
     from proposers.hidden_states.request import RecordRequest
 
-    settings = transfer.kv_connector_extra_config
     return RecordRequest.of(asked, settings.get("include_output_tokens", False))
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from proposers.architecture import architecture_of, why_not_on_v2
-from proposers.hidden_states.plan import ExtractionPlan
+from proposers.hidden_states.plan import ExtractionPlan, asks_for_hidden_states
 from proposers.host.patching import patch
 
 
@@ -30,7 +30,7 @@ def route_to_v1(original: Any) -> Any:
 
 def _why_on_v1(vllm_config: Any) -> str | None:
     """Why this package wants the V1 runner, where it does."""
-    if ExtractionPlan.of(vllm_config) is not None:
+    if asks_for_hidden_states(vllm_config.speculative_config) and ExtractionPlan.of(vllm_config) is not None:
         return "extraction by vllm-mtp-proposers by default (VLLM_USE_V2_MODEL_RUNNER=1 keeps V2)"
     architecture = architecture_of(vllm_config.speculative_config)
     if architecture is not None and (reason := why_not_on_v2(vllm_config, architecture)):

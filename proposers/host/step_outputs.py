@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from proposers.hidden_states.plan import connector_of_records
 from proposers.host.adaptive import controller_of, end_step
 from proposers.host.patching import patch
 
@@ -21,11 +22,13 @@ def follow_outputs(original: Any) -> Any:
         controller = controller_of(self)
         if controller is not None:
             controller.end_step()
+        connector = connector_of_records(self.connector)
+        if connector is not None and connector.step_log is not None:
+            connector.step_log.note(self.requests, scheduler_output, model_runner_output)
         outputs = original(self, scheduler_output, model_runner_output)
         if controller is not None:
             end_step(self, controller, scheduler_output)
-        hold_back = getattr(self.connector, "hold_back", None)
-        return outputs if hold_back is None else hold_back(outputs)
+        return outputs if connector is None else connector.hold_back(outputs)
 
     return update_from_output
 

@@ -218,3 +218,20 @@ def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
     done = bench("extract", "--model", TINY, "--layers", "1", *small, *chunks, "--rounds", "1", "--modes", "ours")
     assert done.returncode != 0
     assert "give more --output-tokens, or a smaller --batch" in done.stderr
+
+
+def test_records_beside_drafts_are_measured_with_every_row_checked(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    small = ["--prompts", "2", "--batch", "2", "--prompt-tokens", "48", "--output-tokens", "16", "--runs", "1"]
+    ways = ["--with-mtp", "--modes", "mtp,mtp+records", "--steady", "0.5", "--rounds", "1", "--json", str(record)]
+    done = bench("extract", "--model", TINY, "--layers", "1,3,N", *small, *EAGER, *ways)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(record.read_text())
+    assert result["schema"] == "vllm-mtp-proposers/extract/1"
+    mtp, both = result["modes"]["mtp"], result["modes"]["mtp+records"]
+    assert mtp["tokens_per_pass"] > 1.5
+    assert (both["rows"], both["rows_wrong"], both["files_missing"], both["skipped"]) == (2 * (48 + 63), 0, 0, 0)
+    assert both["of_mtp_steady"] > 0
+    (steady,) = both["steady"]
+    assert steady["requests"] > 0
+    assert steady["bytes"] > steady["requests"] * 48 * 3 * 192 * 4

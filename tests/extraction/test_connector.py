@@ -53,7 +53,7 @@ def outputs(many: Run) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_when_generate_returns_every_record_is_there_and_every_row_is_right(many: Run) -> None:
-    with_record = [(name, facts) for name, facts in outputs(many) if name not in ("off", "stop string", "same name")]
+    with_record = [(name, facts) for name, facts in outputs(many) if name not in ("off", "same name")]
     assert len(with_record) == 27
     wrong = [(name, facts) for name, facts in with_record if "rows" not in facts or not right(facts)]
     assert wrong == []
@@ -72,10 +72,11 @@ def test_prompt_rows_or_all_rows_or_a_window_of_them_as_the_request_asks(many: R
     assert [f["params"] for f in batches["off"]] == [None]
 
 
-def test_a_stop_string_ends_a_request_without_a_record_and_the_log_says_so_once(many: Run) -> None:
-    (facts,) = many.value["batches"]["stop string"]
-    assert (facts["reason"], facts["params"]) == ("stop", None)
-    assert many.log.count("A request that ends by a stop string leaves no record") == 1
+def test_a_request_that_a_stop_string_ends_leaves_its_record_up_to_there(many: Run) -> None:
+    stopped = many.value["stopped"]
+    assert [facts["reason"] in ("e", " ") and facts["finish_reason"] == "stop" for facts in stopped] == [True, True]
+    assert [facts for facts in stopped if not right(facts)] == []
+    assert [facts["rows"] for facts in stopped] == [facts["prompt"] + facts["output"] - 1 for facts in stopped]
 
 
 def test_reused_prefixes_bring_their_rows(many: Run) -> None:
@@ -116,7 +117,7 @@ def test_what_cannot_be_written_is_refused_in_the_response_and_leaves_nothing(ma
         assert f"were not written: {in_vain[name]['params']['error']}" in many.log  # a streamed answer has no params
         assert in_vain[name]["params"].keys() == {"error"}
         assert in_vain[name]["output"] == 8  # the request has its text
-    written, failed = 27, 1 + len(messages)
+    written, failed = 27 + len(many.value["stopped"]), 1 + len(messages)
     assert len(many.value["files"]) == many.value["dataset"] == written
     assert many.value["metrics"]["hidden_states_records_written"] == written
     assert many.value["metrics"]["hidden_states_records_failed"] == failed
@@ -232,9 +233,9 @@ def test_one_of_two_tensor_parallel_ranks_writes_and_says_so_once(tmp_path: Path
     assert done.log.count("same on all 2 tensor-parallel ranks: rank 0 writes them") == 1
 
 
-def test_a_connector_without_extraction_stops_the_engine_with_a_remedy(tmp_path: Path) -> None:
+def test_a_connector_without_layer_ids_stops_the_engine_with_a_remedy(tmp_path: Path) -> None:
     engine = {key: value for key, value in records_engine(tmp_path).items() if key not in extract(LAYERS)}
-    with pytest.raises(ChildFailedError, match="Give a speculative_config with that method"):
+    with pytest.raises(ChildFailedError, match=r"Name each wanted id once in kv_connector_extra_config\.layer_ids"):
         run(record_scenarios.two_ranks, engine, root=str(tmp_path))
 
 

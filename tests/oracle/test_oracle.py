@@ -67,6 +67,14 @@ def test_the_slots_of_an_extractions_rows_are_the_hosts_and_a_reader_finds_the_r
     assert report["passes"] > 60
 
 
+def test_an_extractor_beside_a_drafter_leaves_every_draft_row_right_and_a_reader_finds_its_own() -> None:
+    setups = ["records beside drafts", "records beside drafts, overlapped"]
+    report = run_child("schedules", count=2, seed=5, setups=setups)
+    assert_clean(report)
+    assert report["drafts_checked"] > 200
+    assert report["rows_checked"] > 2_000
+
+
 def test_it_sees_slots_that_are_not_the_hosts_in_drafting_and_in_extraction() -> None:
     drafting, extracting = run_child("faults", seed=1, cases=[("half_block_size", x) for x in ("chunks", "extraction")])
     for report in (drafting, extracting):

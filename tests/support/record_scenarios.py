@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from bench.reference.residual import residual_stream_of
-from proposers.hidden_states import RecordDataset, load
+from proposers.hidden_states import Record, RecordDataset, load
 from tests.support.engine_arguments import extract
 from tests.support.scenarios import allow_async_scheduling, metrics, runner
 
@@ -72,12 +72,17 @@ def examine(llm: LLM, output: Any) -> dict[str, Any]:
     if path is None:
         return facts
     record = load(path, params.get("hidden_states_name"))
+    return facts | compare(llm, output, record)
+
+
+def compare(llm: LLM, output: Any, record: Record) -> dict[str, Any]:
+    """A record beside its answer and the dense reference."""
     info = record.info
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     stop = info.first_position + info.rows
     expected = residual_stream_of(llm.llm_engine.vllm_config.model_config.model)(tokens[:stop])[info.first_position :]
     expected = expected[:, list(info.layer_ids)]
-    return facts | {
+    return {
         "shape": list(record.hidden_states.shape),
         "layer_ids": list(info.layer_ids),
         "first": info.first_position,
@@ -92,6 +97,37 @@ def generate(llm: LLM, batch: list[list[int]], params: Any) -> list[dict[str, An
     """Everything is examined after `generate` has returned and before anything else runs."""
     inputs = [{"prompt_token_ids": prompt} for prompt in batch]
     return [examine(llm, output) for output in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def settle(llm: LLM) -> None:
+    """Steps until nothing is under way any more, as an engine in a process of its own does by itself."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while scheduler.has_requests():
+        llm.llm_engine.step()
+
+
+def stopped_by_strings(llm: LLM, root: str) -> list[dict[str, Any]]:
+    """Requests that stop strings end, whose answers leave at once: the records that lie there soon after."""
+    before = set(RecordDataset(root).entries)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts(60, 150)]
+    extra = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+    params = SamplingParams(temperature=0, max_tokens=40, stop=["e", " "], **extra)
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    settle(llm)
+    written = {}
+    for path, name in set(RecordDataset(root).entries) - before:
+        record = load(path, name)
+        written[record.info.request_id.rsplit("-", 1)[0]] = record
+    return [
+        {
+            "reason": str(output.outputs[0].stop_reason),
+            "prompt": len(output.prompt_token_ids),
+            "output": len(output.outputs[0].token_ids),
+            **compare(llm, output, written[output.request_id]),
+        }
+        for output in outputs
+        if output.request_id in written
+    ]
 
 
 def refusal(llm: LLM, params: SamplingParams) -> str:
@@ -132,10 +168,10 @@ def many(llm: LLM, root: str) -> dict[str, Any]:
         "window": generate(llm, prompts(60), ask(window=[10, 45])),
         "window past the end": generate(llm, prompts(60), ask(window=[50, 500], **everything)),
         "off": generate(llm, prompts(60), ask(extract=False)),
-        "stop string": generate(llm, prompts(60), SamplingParams(temperature=0, max_tokens=40, stop=["e", " "])),
         "named": generate(llm, prompts(60), ask(name="set/one")),
         "same name": generate(llm, prompts(60), ask(name="set/one.safetensors")),
     }
+    stopped = stopped_by_strings(llm, root)
     os.symlink("/", Path(root, "outside"))
     os.symlink(root, Path(root, "set", "inside"))
     refused = {
@@ -155,6 +191,7 @@ def many(llm: LLM, root: str) -> dict[str, Any]:
     left = connector(llm).peak_host_bytes, connector(llm)._transfer.gathers
     return {
         "batches": batches,
+        "stopped": stopped,
         "refused": {name: refusal(llm, params) for name, params in refused.items()},
         "in vain": dict(zip(in_vain, outputs, strict=True)),
         "files": files(root),

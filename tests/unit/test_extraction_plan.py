@@ -7,11 +7,11 @@ import pytest
 from vllm.config import VllmConfig, replace
 from vllm.engine.arg_utils import EngineArgs
 
-from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing
+from proposers.hidden_states.plan import ExtractionPlan, check_configuration
 from proposers.hidden_states.request import Settings
 from proposers.plugin import register
 from tests.support.children import TINY
-from tests.support.engine_arguments import extract
+from tests.support.engine_arguments import extract, mtp
 
 LAYERS = 6  # of the tiny model
 
@@ -59,6 +59,51 @@ def test_layer_ids_are_kept_in_the_order_asked_for(layer_ids: tuple[int, ...]) -
 def test_vllm_itself_takes_layer_ids_that_there_are_not(layer_ids: tuple[int, ...]) -> None:
     config = make_config(layer_ids).speculative_config.draft_model_config.hf_config
     assert tuple(config.eagle_aux_hidden_state_layer_ids) == layer_ids
+
+
+# Beside another method.
+
+
+def connected(layer_ids: Any = (1, 3), among: bool = False, **engine: Any) -> VllmConfig:
+    settings = {"storage_root": "records"} | ({} if layer_ids is None else {"layer_ids": list(layer_ids)})
+    one = {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": settings}
+    if among:
+        other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        more = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        one = more | {"kv_connector_extra_config": {"connectors": [other, one]}}
+    more = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_transfer_config": one} | engine
+    return EngineArgs(model=TINY, **more).create_engine_config()
+
+
+@pytest.mark.parametrize("among", [False, True], ids=["alone", "among others"])
+@pytest.mark.parametrize(
+    "speculation", [{}, mtp(3), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}]
+)
+def test_beside_any_method_and_none_the_connector_names_the_layers(among: bool, speculation: dict[str, Any]) -> None:
+    config = connected((LAYERS, 0), among, **speculation)
+    plan = ExtractionPlan.of(config)
+    assert (plan.layer_ids, plan.num_layers) == ((LAYERS, 0), LAYERS)
+    drafts = speculation.get("speculative_config", {}).get("num_speculative_tokens")
+    assert (config.speculative_config and config.speculative_config.num_speculative_tokens) == drafts
+    assert "-captured-" in config.compute_hash()
+
+
+@pytest.mark.parametrize("layer_ids", [None, (), (LAYERS + 1,), (2, 2)])
+def test_layer_ids_of_the_connector_are_checked_alike(layer_ids: Any) -> None:
+    with pytest.raises(ValueError, match=r"kv_connector_extra_config\.layer_ids, from 0"):
+        connected(layer_ids, **mtp(3))
+
+
+def test_layer_ids_that_are_named_twice_and_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has layer_ids=\[1, 3\], and the method .* has \[2\]. Name them once"):
+        connected((1, 3), **extract([2]))
+    assert ExtractionPlan.of(connected((1, 3), **extract([1, 3]))).layer_ids == (1, 3)
+
+
+def test_beside_a_drafting_method_the_runner_is_the_methods_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    reasons = connected((1, 3), **mtp(3))._get_v2_model_runner_unsupported_features()
+    assert [reason for reason in reasons if "vllm-mtp-proposers" in reason] == []
 
 
 # Nothing is drafted.
@@ -111,7 +156,7 @@ def test_configurations_that_would_lose_rows_are_refused(config_name: str, name:
     config.speculative_config.num_speculative_tokens = 1
     setattr(getattr(config, config_name), name, value)
     with pytest.raises(ValueError, match=f"can't be served with {name}={value}"):
-        check_and_draft_nothing(config)
+        check_configuration(config)
 
 
 # Beside vLLM's own.

@@ -165,7 +165,7 @@ def test_what_is_no_record_is_told_apart(tmp_path: Path) -> None:
     [
         ({}, "storage_root=None: name the folder"),
         ({"storage_root": ""}, "storage_root='': name the folder"),
-        ({"storage_root": "x", "storage_roof": "y"}, "has storage_roof; there are storage_root, include"),
+        ({"storage_root": "x", "storage_roof": "y"}, "has storage_roof; there are storage_root, layer_ids"),
         ({"storage_root": "x", "sharded": 1}, "sharded=1, which is no bool"),
         ({"storage_root": "x", "ring_bytes": True}, "ring_bytes=True, which is no int"),
         ({"storage_root": "x", "dtype": "fp4"}, "dtype='fp4'; there are model, fp8"),
