@@ -15,10 +15,13 @@ class Options:
             is. Larger ones are run eagerly.
         adapt_drafts: the number of drafts of each step is chosen by measured step times and acceptance, from 0 to the
             configured number (`proposers/adaptive.py`).
+        prefix_keys: keys of the prefix cache have the tokens that a draft's rows depend on, whoever drafts, and no hit
+            loses its last block (`proposers/lookahead.py`).
     """
 
     captured_rows: int = 2048
     adapt_drafts: bool = False
+    prefix_keys: bool = True
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Options":
@@ -39,6 +42,7 @@ class Options:
         rows = options.captured_rows
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise ValueError(f"additional_config has captured_rows={rows!r}: give a number of rows, or 0 for none.")
-        if not isinstance(options.adapt_drafts, bool):
-            raise ValueError(f"additional_config has adapt_drafts={options.adapt_drafts!r}: give true or false.")
+        for name in ("adapt_drafts", "prefix_keys"):
+            if not isinstance(given := getattr(options, name), bool):
+                raise ValueError(f"additional_config has {name}={given!r}: give true or false.")
         return options

@@ -30,6 +30,7 @@ class Setup:
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
         compiled: the host compiles the models, where it would.
+        host: vLLM's own proposer drafts, as it does for an architecture that this package doesn't know.
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
         v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
@@ -55,6 +56,7 @@ class Setup:
     grammars: float = 0.0
     overlapped: bool = False
     compiled: bool = False
+    host: bool = False
     replayed: bool = False
     v2: bool = True
     hybrid: bool = True
@@ -147,6 +149,8 @@ SETUPS = (
     Setup("one module", checkpoint="mimo", max_batched_tokens=48),
     Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
     Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("vLLM's own", checkpoint="mimo", host=True, max_batched_tokens=48),
+    Setup("vLLM's own, to the end", checkpoint="mimo", host=True, max_model_len=96, max_batched_tokens=96),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
