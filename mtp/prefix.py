@@ -84,3 +84,62 @@ def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
             return find(block_hashes, min(max_cache_hit_length, len(block_hashes) * hash_block_size))
 
         setattr(coordinator, name, find_in_keys)
+    _cache_no_part_without_a_key(coordinator, lookahead)
+
+
+def _cache_no_part_without_a_key(coordinator: Any, lookahead: int) -> None:
+    """Where a hit may end inside a block of a recurrent layer: the part that a prompt's chunk ends with."""
+    pool = coordinator.block_pool
+    cache_partial_block = pool.cache_partial_block
+
+    def cache_keyed_block(request: Request, block: Any, num_tokens: int, **kwargs: Any) -> Any:
+        if num_tokens // pool.hash_block_size > len(request.block_hashes):
+            return None
+        return cache_partial_block(request=request, block=block, num_tokens=num_tokens, **kwargs)
+
+    pool.cache_partial_block = cache_keyed_block
+    if not coordinator.enable_partial_hash_hits:
+        return
+    for manager in coordinator.single_type_managers:
+        if (cache_tail := getattr(manager, "_cache_partial_tail_block", None)) is None:
+            continue
+
+        def cache_computed_tail(
+            request: Request, num_tokens: int, retention_interval: int | None, cache_tail: Any = cache_tail
+        ) -> Any:
+            # The state is that of the chunk's end, which `get_num_cacheable_tokens` has moved.
+            return cache_tail(request, num_tokens + lookahead, retention_interval=retention_interval)
+
+        manager._cache_partial_tail_block = cache_computed_tail
+
+
+def keep_states_to_resume_at(scheduler: Any, lookahead: int) -> None:
+    """Has the host's `Scheduler` end chunks of prompts where a recurrent layer's state can be resumed from.
+
+    A state is kept where a chunk ends, and the host ends one at the last block end that is followed by a token, to be
+    resumed from when the prompt is sent again. By these keys that is the last one followed by `lookahead` tokens. A
+    chunk that ends later also leaves fewer tokens than a draft of several modules reads, so the host takes tokens back,
+    and comes to the same end again and again: such a chunk goes on to the prompt's end.
+    """
+    split = scheduler._mamba_block_aligned_split
+    block_size: int = scheduler.cache_config.block_size
+
+    def split_where_it_resumes(
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        count: int = split(request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        resumes_at, hosts = (
+            (request.num_tokens - following) // block_size * block_size for following in (lookahead, 1)
+        )
+        if resumes_at == hosts:
+            return count
+        if start < resumes_at < start + count:
+            return resumes_at - start
+        reaches_the_end = start + num_new_tokens >= request.num_tokens
+        return num_new_tokens if start + count == hosts and reaches_the_end else count
+
+    scheduler._mamba_block_aligned_split = split_where_it_resumes

@@ -122,7 +122,7 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         setup
         for setup in SETUPS
         if (not gpus or setup.ranks <= gpus)  # a rank needs a GPU of its own
-        and (args.runner == "v1" or setup.v2)
+        and (setup.v1 if args.runner == "v1" else setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
         and not (args.graphs and setup.extracts)  # its rows are looked at by a hook, which a replay doesn't run
         and (gpus or setup.checkpoint != "narrow")

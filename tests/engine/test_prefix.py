@@ -74,9 +74,10 @@ class CoordinatorSpy:
     """What `look_ahead_in_prefix_cache` touches of the host's coordinator."""
 
     num_reprefillable_tokens = 2
+    enable_partial_hash_hits = False
 
     def __init__(self) -> None:
-        self.block_pool = type("Pool", (), {"hash_block_size": BLOCK})
+        self.block_pool = SimpleNamespace(hash_block_size=BLOCK, cache_partial_block=lambda **given: given)
         self.asked: list[int] = []
         self.single_type_managers = [ManagerSpy(), ManagerSpy()]
 

@@ -32,6 +32,7 @@ def test_what_is_chosen_holds() -> None:
         ({"captured_rows": "2048"}, "captured_rows='2048'"),
         ({"adapt_drafts": 1}, "adapt_drafts=1: give true or false"),
         ({"adapt_drafts": "yes"}, "adapt_drafts='yes'"),
+        ({"prefix_keys": None}, "prefix_keys=None: give true or false"),
     ],
 )
 def test_what_does_not_exist_is_refused(given: Any, said: str) -> None:
