@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, get_request_block_hasher
 from vllm.v1.request import Request
 
 
@@ -23,7 +23,7 @@ def make_block_hasher(
     Returns:
         A function that gives the keys of the request's blocks that have none yet and are followed by enough tokens.
     """
-    following: deque[tuple[int, ...]] = deque()
+    following: deque[tuple[Any, ...]] = deque()
     # The host calls the hash function once per block, in order.
     hash_blocks = get_request_block_hasher(
         hash_block_size, lambda content: hash_function((*content, following.popleft()))
@@ -35,12 +35,21 @@ def make_block_hasher(
         if count == 0:
             return []
         ends = range((first + 1) * hash_block_size, request.num_tokens + 1, hash_block_size)
-        following.extend(tuple(request.all_token_ids[end : end + lookahead]) for end in ends)
+        following.extend(_what_follows(request, end, end + lookahead) for end in ends)
         hashes: list[BlockHash] = hash_blocks(request)
         following.clear()
         return hashes[:count]
 
     return request_block_hasher
+
+
+def _what_follows(request: Request, start: int, end: int) -> tuple[Any, ...]:
+    """The tokens of `[start, end)`, and of images and prompt embeddings there what the host's keys have of them."""
+    tokens = tuple(request.all_token_ids[start:end])
+    if not request.mm_features and request.prompt_embeds is None:
+        return tokens
+    extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+    return (*tokens, extra_keys)
 
 
 def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
@@ -132,14 +141,27 @@ def keep_states_to_resume_at(scheduler: Any, lookahead: int) -> None:
     ) -> int:
         count: int = split(request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        resumes_at, hosts = (
-            (request.num_tokens - following) // block_size * block_size for following in (lookahead, 1)
-        )
+        resumes_at: int = (request.num_tokens - lookahead) // block_size * block_size
+        hosts = (request.num_tokens - 1) // block_size * block_size
         if resumes_at == hosts:
             return count
         if start < resumes_at < start + count:
             return resumes_at - start
         reaches_the_end = start + num_new_tokens >= request.num_tokens
-        return num_new_tokens if start + count == hosts and reaches_the_end else count
+        if start + count == hosts and reaches_the_end:
+            return num_new_tokens
+        return count
 
     scheduler._mamba_block_aligned_split = split_where_it_resumes
+
+
+def forget_keys_of_replaced_tokens(scheduler: Any, lookahead: int) -> None:
+    """Has a streaming session whose last tokens are replaced lose the keys of all blocks that looked at them."""
+    update = scheduler._update_request_as_session
+
+    def update_request_as_session(session: Request, *args: Any, **kwargs: Any) -> None:
+        kept = max(0, session.num_computed_tokens - lookahead) // scheduler.hash_block_size
+        del session.block_hashes[kept:]
+        update(session, *args, **kwargs)
+
+    scheduler._update_request_as_session = update_request_as_session

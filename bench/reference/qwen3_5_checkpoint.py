@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "linear_conv_kernel_dim": KERNEL,
     "attn_output_gate": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
@@ -67,6 +67,10 @@ def write_two_modules(folder: Path) -> str:
 def write_short_blocks(folder: Path, modules: int = 1) -> str:
     """One whose blocks are short enough for several in a prompt of its context."""
     return write_checkpoint(folder, modules, kv_heads=2, head_dim=64)
+
+
+def write_short_blocks_of_two(folder: Path) -> str:
+    return write_short_blocks(folder, modules=2)
 
 
 def _delta_net(weights: TinyWeights, layer: str) -> None:

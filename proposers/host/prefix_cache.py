@@ -31,15 +31,16 @@ def key_blocks_by_what_follows(original: Any) -> Any:
             return
         from vllm.utils.hashing import get_hash_fn_by_name
 
-        from mtp.prefix import keep_states_to_resume_at, look_ahead_in_prefix_cache, make_block_hasher
+        from mtp import prefix
 
         coordinator = self.scheduler.kv_cache_manager.coordinator
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         hash_block_size = coordinator.block_pool.hash_block_size
-        self.request_block_hasher = make_block_hasher(hash_block_size, hash_function, lookahead)
-        look_ahead_in_prefix_cache(coordinator, lookahead)
+        self.request_block_hasher = prefix.make_block_hasher(hash_block_size, hash_function, lookahead)
+        prefix.look_ahead_in_prefix_cache(coordinator, lookahead)
+        prefix.forget_keys_of_replaced_tokens(self.scheduler, lookahead)
         if lookahead > 1:
-            keep_states_to_resume_at(self.scheduler, lookahead)
+            prefix.keep_states_to_resume_at(self.scheduler, lookahead)
 
     return __init__
 
