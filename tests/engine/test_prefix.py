@@ -128,17 +128,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def eagle_run(llama: str, folder: Path, method: str, v2: bool, **more: Any) -> Run:
+def eagle_run(llama: str, folder: Path, method: str, **more: Any) -> Run:
     draft = {"method": method, "model": write_eagle(folder, method), "num_speculative_tokens": 2}
     engine = {"model": llama, "speculative_config": draft, "max_num_batched_tokens": 40, "skip_tokenizer_init": True}
-    return run(scenarios.rows_after_hits, engine | more, v2=v2, vocab_size=SIZES["vocab_size"])
+    return run(scenarios.rows_after_hits, engine | more, vocab_size=SIZES["vocab_size"])
 
 
-@pytest.mark.parametrize(("method", "v2"), [("eagle", False), ("eagle3", False), ("eagle", True)])
-def test_rows_of_eagle_after_a_hit_are_those_of_a_run_from_scratch(
-    llama: str, tmp_path: Path, method: str, v2: bool
-) -> None:
-    done = eagle_run(llama, tmp_path, method, v2)
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_rows_of_eagle_after_a_hit_are_those_of_a_run_from_scratch(llama: str, tmp_path: Path, method: str) -> None:
+    done = eagle_run(llama, tmp_path, method)
     for name, blocks in {"parting": 1, "again": 3}.items():
         found = done.value[name]
         # The first block that follows is the other's: its last row was made of another token.
@@ -149,7 +147,7 @@ def test_rows_of_eagle_after_a_hit_are_those_of_a_run_from_scratch(
 
 
 def test_the_keys_can_be_turned_off_and_then_each_hit_loses_a_block(llama: str, tmp_path: Path) -> None:
-    done = eagle_run(llama, tmp_path, "eagle", False, additional_config={"mtp_proposers": {"prefix_keys": False}})
+    done = eagle_run(llama, tmp_path, "eagle", additional_config={"mtp_proposers": {"prefix_keys": False}})
     assert done.value["again"]["hits"] == 2 * scenarios.BLOCK
     # Nor are rows at the ends of chunks what they should be; that is vLLM's own.
     assert "keeps vLLM's keys" in done.log

@@ -359,13 +359,19 @@ def dummy_runs(llm: LLM) -> dict[str, Any]:
 
 
 def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
-    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache.
+    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache (V1).
 
     It parts from the prompt before it right after a block, and in chunks.
     """
     view = view_of(runner(llm))
     (cache,) = module_caches(view)
-    propose, rows = view.drafter.propose, []
+    propose, sample_tokens, rows = view.drafter.propose, view.runner.sample_tokens, []
+
+    def noting_sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        view.scheduled = view.runner.execute_model_state.scheduler_output
+        return sample_tokens(*args, **kwargs)
+
+    view.runner.sample_tokens = noting_sample_tokens
 
     def reading_propose(*args: Any, **kwargs: Any) -> Any:
         request = view.read_pass(*args, **kwargs).requests[0]
