@@ -33,5 +33,15 @@ def add_speculative_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speculative-config", type=json.loads, default={}, help="further entries, as a JSON object")
 
 
+def add_draft_vocabulary_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        default=32768,
+        metavar="TOKENS",
+        help="that modes with cheap drafts score, at most three quarters of the vocabulary",
+    )
+
+
 def add_json_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--json", type=Path, help="file for the result" + more)

@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.arguments import (
+    add_draft_vocabulary_argument,
     add_engine_argument,
     add_json_argument,
     add_prompt_arguments,
@@ -15,7 +17,7 @@ from bench.arguments import (
     numbers,
     parse_modes,
 )
-from bench.corpus import held_out_prompts
+from bench.corpus import held_out_prompts, read_sources
 from bench.environment import describe_environment, without_folder, write_record
 from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
@@ -23,7 +25,8 @@ from bench.reference import has_reference
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
 from bench.tables import table
-from bench.workers.compare import MODES
+from bench.workers.compare import CHEAP, MODES
+from proposers import draft_vocabulary
 
 SCHEMA = "vllm-mtp-proposers/compare/1"
 
@@ -33,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> 
     parser.add_argument(
         "--model", required=model is None, default=model, help="folder of the checkpoint, with its MTP layers"
     )
-    parser.add_argument("--modes", default="none,upstream,ours", help="of none, upstream, ours")
+    parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=numbers, default="1,4", help="batch sizes, separated by commas")
     add_prompt_arguments(parser)
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> 
         "--by-turns", action="store_true", help="all modes' engines at once, and a run of each by turns"
     )
     parser.add_argument("--dtype", default="float32", help="float32 makes lossless mean equal to the bit")
+    add_draft_vocabulary_argument(parser)
     add_engine_argument(parser)
     add_speculative_argument(parser)
     add_json_argument(parser)
@@ -88,11 +92,17 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
         "num_prompts": args.prompts,
         "by_turns": args.by_turns,
     }
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(args.model), args.prompts, args.prompt_tokens)
-    specs = [{**settings, "model": args.model, "prompts": prompts, "mode": mode} for mode in modes]
-    begins("engines")
-    results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
-    raw = dict(zip(modes, results, strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = held_out_prompts(tokenizer, args.prompts, args.prompt_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "vocabulary.json")
+        if any("draft_vocabulary" in CHEAP.get(mode, ()) for mode in modes):
+            settings["draft_vocabulary"] = _write_vocabulary(file, tokenizer, args)
+        given = {**settings, "model": args.model, "prompts": prompts, "draft_vocabulary_file": str(file)}
+        specs = [{**given, "mode": mode} for mode in modes]
+        begins("engines")
+        results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
+        raw = dict(zip(modes, results, strict=True))
     begins("reference")
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], args.batch) for mode in modes}
@@ -107,6 +117,18 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
         "lossless": len(set(hashes.values())) == 1 if "none" in hashes else None,
         "text": raw[modes[-1]]["text"],
     }
+
+
+def _write_vocabulary(file: Path, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Writes a list that is counted in the text which the prompts are not from; returns its size and coverage."""
+    config = json.loads(Path(args.model, "config.json").read_text())
+    pieces = (
+        tokenizer.encode(text, add_special_tokens=False, verbose=False) for _, text in read_sources(held_out=False)
+    )
+    size = min(args.draft_vocabulary, config.get("text_config", config)["vocab_size"] * 3 // 4)
+    found = draft_vocabulary.make(pieces, size, tokenizer, config)
+    file.write_text(json.dumps(found))
+    return {"size": size, "coverage": round(found["coverage"], 4)}
 
 
 def add_reference(

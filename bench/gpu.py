@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import (
+    add_draft_vocabulary_argument,
     add_engine_argument,
     add_json_argument,
     add_speculative_argument,
@@ -29,6 +30,8 @@ SCHEMA = "vllm-mtp-proposers/gpu/1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     add_shape_arguments(parser)
+    add_draft_vocabulary_argument(parser)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help="GPUs of each engine")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=numbers, default="1,8,32,64", help="batch sizes, separated by commas")
     parser.add_argument("--prompt-tokens", type=numbers, default="256,4096", help="prompt lengths, separated by commas")
@@ -75,6 +78,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     check_plot(args.plot)
     if describe_environment()["platform"] != "cuda":
         raise ValueError("there is no CUDA device here, and this measures one. `bench compare` measures on a CPU.")
+    if args.arrivals and args.tensor_parallel > 1:
+        raise ValueError("--arrivals times what one process does: leave it out, or --tensor-parallel.")
     shape = SHAPES[args.shape]
     config = shape.make_config(args.layers, args.vocab_size or shape.vocab_size)
     longest = max(args.prompt_tokens) + args.output_tokens * (2 if args.arrivals else 1)
@@ -93,6 +98,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "engine": share | args.engine,
         "speculative_config": args.speculative_config,
         "vocab_size": config["vocab_size"],
+        "draft_vocabulary": args.draft_vocabulary,
+        "tensor_parallel": args.tensor_parallel,
     }
     measured = read_measured(args.json, settings)
     result = {"schema": SCHEMA, "settings": settings, "config": config, "modes": measured}
@@ -112,7 +119,8 @@ def read_measured(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]
     if path is None or not path.exists():
         return {}
     known = json.loads(path.read_text())
-    if known["settings"] != settings:
+    # What a record from before an option was there doesn't say.
+    if {"draft_vocabulary": settings["draft_vocabulary"], "tensor_parallel": 1} | known["settings"] != settings:
         raise ValueError(f"{path} holds results of other settings: name another file, or remove it.")
     return known["modes"]
 
@@ -140,7 +148,7 @@ def with_floor(raw: dict[str, Any], settings: dict[str, Any], shape: Shape, conf
         for batch in map(str, settings["batches"]):
             touched = 1 - (1 - TOP_K / NUM_EXPERTS) ** (rows * int(batch))
             weights = raw["weight_bytes"]["dense"] + touched * raw["weight_bytes"]["experts"]
-            floor = (weights + int(batch) * kv_bytes) / raw["copy_bytes_per_s"] * 1e3
+            floor = (weights + int(batch) * kv_bytes / settings["tensor_parallel"]) / raw["copy_bytes_per_s"] * 1e3
             figures["floor_ms"][batch] = round(floor, 4)
             figures["step_over_floor"][batch] = round(figures["step_ms"][batch]["median"] / floor, 3)
     return raw

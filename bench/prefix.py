@@ -15,6 +15,8 @@ from bench.tables import table
 from bench.workers.prefix import MODES, SCENARIOS
 
 SCHEMA = "vllm-mtp-proposers/prefix/1"
+WORKER = "bench.workers.prefix"
+SIZES = ("prompt_tokens", "turn_tokens", "turns", "users")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,16 +87,14 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
     return {
         "schema": SCHEMA,
         "environment": describe_environment(),
-        "settings": settings | {name: getattr(args, name) for name in ("prompt_tokens", "turn_tokens", "turns", "users")},
+        "settings": settings
+        | {name: getattr(args, name) for name in ("prompt_tokens", "turn_tokens", "turns", "users")},
         "proposers": {mode: raw[mode]["proposer"] for mode in modes},
         "scenarios": {
             name: {"modes": {mode: summarise(raw[mode]["runs"][name], model, args.k) for mode in modes}}
             for name in SCENARIOS
         },
     }
-
-
-WORKER = "bench.workers.prefix"
 
 
 def longest_sequence(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import (
+    add_draft_vocabulary_argument,
     add_engine_argument,
     add_json_argument,
     add_speculative_argument,
@@ -25,7 +26,7 @@ from bench.large_shapes import SHAPES, add_shape_arguments
 from bench.servers import Server, server_command, server_environment, serving
 from bench.spread import quartiles, show_quartiles
 from bench.tables import markdown
-from bench.workers.gpu import MODES
+from bench.workers.gpu import MODES, cheap_options
 
 SCHEMA = "vllm-mtp-proposers/serve/1"
 FIGURES = (  # of a turn, and shown as quartiles of all turns
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="none,upstream-v2,ours-v2", help=f"of {', '.join(MODES)}")
     parser.add_argument("--model", help="folder of a checkpoint, instead of a shape with dummy weights")
     add_shape_arguments(parser)
+    add_draft_vocabulary_argument(parser)
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument(
         "--acceptance-rates",
@@ -98,6 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "turns": args.turns,
         "engine": engine_arguments(args, config, environment["platform"]),
         "speculative_config": speculative_config(args),
+        "draft_vocabulary": args.draft_vocabulary,
     }
     result = {
         "schema": SCHEMA,
@@ -112,7 +115,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         _say("starting the servers")
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        with serving(commands(modes, args.model or folder, settings), logs) as servers:
+        with serving(commands(modes, args.model or folder, settings, Path(folder)), logs) as servers:
             for _ in turns(servers, settings, result):
                 write_record(result, args.json)
     return result
@@ -171,16 +174,21 @@ def speculative_config(args: argparse.Namespace) -> dict[str, Any]:
     return speculative | args.speculative_config
 
 
-def commands(modes: list[str], model: str, settings: dict[str, Any]) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """For `serving`: the command and the environment of each mode."""
+def commands(
+    modes: list[str], model: str, settings: dict[str, Any], folder: Path
+) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """For `serving`: the command and the environment of each mode.
+
+    Args:
+        folder: for a file that servers read.
+    """
     drafts = {"speculative_config": settings["speculative_config"]}
-    return {
-        mode: (
-            server_command(model, settings["engine"] | ({} if mode == "none" else drafts)),
-            server_environment(*MODES[mode]),
-        )
-        for mode in modes
-    }
+
+    def engine(mode: str) -> dict[str, Any]:
+        cheap = cheap_options(mode, settings["vocab_size"], settings["draft_vocabulary"], folder)
+        return cheap | settings["engine"] | ({} if mode == "none" else drafts)
+
+    return {mode: (server_command(model, engine(mode)), server_environment(*MODES[mode])) for mode in modes}
 
 
 def turns(servers: dict[str, Server], settings: dict[str, Any], result: dict[str, Any]) -> Iterator[int]:

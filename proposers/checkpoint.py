@@ -87,26 +87,32 @@ def settle_modules(entry: "Architecture", config: Any, given: Any) -> None:
     Raises:
         ValueError: the checkpoint hasn't got them.
     """
-    template, model = entry.module_weights, given.name_or_path
-    files = None if template is None or not model else tensor_files(model, getattr(given, "_commit_hash", None))
-    if template is None or files is None:
+    model = given.name_or_path
+    if entry.module_weights is None or not model:
         return
     text, key = given.get_text_config(), entry.descriptor.modules_key
-    found = count_modules(files, template, getattr(text, "num_hidden_layers", 0))
     counted_by = entry.counted_by or key
     said = None if counted_by is None else getattr(text, counted_by, None)
-    _check_modules(f"{model} ({template}*)", counted_by, said, found)
+    count = said
+    files = tensor_files(model, getattr(given, "_commit_hash", None))
+    if files is not None:  # weights that are made up have none
+        found = count_modules(files, entry.module_weights, getattr(text, "num_hidden_layers", 0))
+        count = found if said is None else said
+        _check_against_files(f"{model} ({entry.module_weights}*)", counted_by, said, found)
+        _check_complete(model, files)
+    if key is not None and count:
+        config.update({key: count, "n_predict": count})
+
+
+def _check_complete(model: str, files: Mapping[str, str]) -> None:
     if missing := missing_files(model, files):
         raise ValueError(
             f"{model} lacks {', '.join(missing)}, which its index names: the draft could be loaded in parts only. "
             "Download the checkpoint again."
         )
-    if key is not None:
-        count = found if said is None else said
-        config.update({key: count, "n_predict": count})
 
 
-def _check_modules(checkpoint: str, key: str | None, said: int | None, found: int) -> None:
+def _check_against_files(checkpoint: str, key: str | None, said: int | None, found: int) -> None:
     """Raises `ValueError` where there are no modules, or not those that the config says there are."""
     if found == 0:
         says = "" if key is None else f", whatever its config says ({key}={said})"

@@ -1,9 +1,16 @@
-"""What users can choose in vLLM's `additional_config`, under `mtp_proposers`."""
+"""What users can choose in vLLM's `additional_config`, under `mtp_proposers`, and some of it in the environment."""
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 KEY = "mtp_proposers"
+WEIGHTS = ("fp8",)
+FROM_ENVIRONMENT = {
+    "draft_weights": "MTP_PROPOSERS_DRAFT_WEIGHTS",
+    "draft_vocabulary": "MTP_PROPOSERS_DRAFT_VOCABULARY",
+}
+"""Variables that stand for options which `additional_config` doesn't have; empty ones stand for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +24,15 @@ class Options:
             configured number (`proposers/adaptive.py`).
         prefix_keys: keys of the prefix cache have the tokens that a draft's rows depend on, whoever drafts, and no hit
             loses its last block (`proposers/lookahead.py`).
+        draft_weights: "fp8": the draft's linear layers and heads get weights of 8 bits; None: as they are loaded.
+        draft_vocabulary: a file of the tokens that are drafted (`proposers/draft_vocabulary.py`); None: all.
     """
 
     captured_rows: int = 2048
     adapt_drafts: bool = False
     prefix_keys: bool = True
+    draft_weights: str | None = None
+    draft_vocabulary: str | None = None
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Options":
@@ -38,11 +49,21 @@ class Options:
                 f"additional_config has {KEY}={given!r}: give a dictionary of options out of {', '.join(known)}, as in "
                 f'{{"{KEY}": {{"captured_rows": 1024}}}}.'
             )
-        options = cls(**given)
+        chosen: dict[str, Any] = {
+            name: value for name, variable in FROM_ENVIRONMENT.items() if (value := os.environ.get(variable))
+        }
+        options = cls(**(chosen | given))
         rows = options.captured_rows
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise ValueError(f"additional_config has captured_rows={rows!r}: give a number of rows, or 0 for none.")
         for name in ("adapt_drafts", "prefix_keys"):
-            if not isinstance(given := getattr(options, name), bool):
-                raise ValueError(f"additional_config has {name}={given!r}: give true or false.")
+            if not isinstance(value := getattr(options, name), bool):
+                raise ValueError(f"additional_config has {name}={value!r}: give true or false.")
+        if options.draft_weights not in (None, *WEIGHTS):
+            raise ValueError(
+                f"{KEY} has draft_weights={options.draft_weights!r}: give {' or '.join(WEIGHTS)}, or leave it out for "
+                f"weights as they are loaded (additional_config, or {FROM_ENVIRONMENT['draft_weights']})."
+            )
+        if not isinstance(options.draft_vocabulary, str | None):
+            raise ValueError(f"{KEY} has draft_vocabulary={options.draft_vocabulary!r}: give the path of a file.")
         return options

@@ -24,7 +24,6 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.attention import can_be_captured
 from mtp.groups import bind_kv_groups, layers_by_module, make_attn_groups
-from mtp.kernels.decoder import argmax
 from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
@@ -227,7 +226,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             query_lens, upper = cad.query_start_loc_cpu.diff(), cad.seq_lens_cpu_upper_bound
             if replay := self.graphs.plan(query_lens, upper, prompt is not None):
                 seq_lens = cad.seq_lens[: cad.num_reqs]
-                made = self.graphs.replay(replay, inputs, cad.num_actual_tokens, seq_lens)
+                num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
+                made = self.graphs.replay(replay, inputs, num_rows, seq_lens)
                 return made[:, :num_speculative_tokens]
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
@@ -311,10 +311,10 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         if drafts.sampling_metadata is None and self.use_local_argmax_reduction:
             drafts.token_ids.append(self.top_tokens(hidden, module))
             return
-        logits = self.model.compute_logits(hidden, **self._selection(module))
         if drafts.sampling_metadata is None:
-            drafts.token_ids.append(argmax(logits))
+            drafts.token_ids.append(self.likeliest(hidden, module))
             return
+        logits = self.cheap.to_all(self.logits(hidden, module))
         token_ids, probs = self._sample_from_logits(logits, drafts.sampling_metadata)
         if probs is not None:
             drafts.probs.append(probs)
@@ -337,7 +337,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
     # Set-up and warm-up.
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        super().load_model(target_model)
+        with self.cheap.while_loading():
+            super().load_model(target_model)
         self.prepare_model()
 
     @torch.inference_mode()

@@ -25,7 +25,6 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.attention import can_be_captured
 from mtp.groups import bind_kv_groups, layers_by_module
-from mtp.kernels.decoder import argmax
 from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
@@ -65,7 +64,8 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
         # The host shares the target's head with a draft that doesn't say that it has heads, as most MTP models don't.
         shared_from = without_head(target_model) if self.descriptor.own_heads else target_model
-        self.model = load_eagle_model(shared_from, self.vllm_config)
+        with self.cheap.while_loading():
+            self.model = load_eagle_model(shared_from, self.vllm_config)
         self.prepare_model()
         return self.model
 
@@ -267,7 +267,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         module = self.plan.module_of_step(step)
         if self.draft_logits is None and not self.use_local_argmax_reduction:
             # As the host's `sample_draft`, but for its argmax, and for adaptive verification, which is refused.
-            drafts.token_ids.append(argmax(self.compute_draft_logits(hidden, module)))
+            drafts.token_ids.append(self.likeliest(hidden, module))
             return
         # A draw is keyed by the position before the token that it makes.
         positions = window.last_positions + (1 + step)
@@ -285,8 +285,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         drafts.token_ids.append(token_ids)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
-        logits: torch.Tensor = self.model.compute_logits(hidden_states, **self._selection(spec_step_idx))
-        return logits
+        return self.cheap.to_all(self.logits(hidden_states, spec_step_idx))
 
     def get_draft_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         return self.top_tokens(hidden_states, spec_step_idx)

@@ -188,7 +188,12 @@ def write_checkpoint(model: TinyModel, folder: Path) -> None:
 
 def write_model_card(folder: Path, architecture: Architecture, report: dict[str, Any]) -> None:
     agreement = report["module_agreement"]
-    command = f"`tools/train_tiny.py{architecture.options}`"
+    trained = f"`tools/train_tiny.py{architecture.options}` on {report['device']}: {_duration(report)}"
+    if base := report.get("base"):
+        trained = (
+            f"`tools/train_tiny.py{architecture.options}` on {base['device']}: {_duration(base)}; then its modules "
+            f"alone, over text of the target's own too (`--modules-of`): {_duration(report)}"
+        )
     size = f"{report['parameters'] / 1e6:.1f} M"
     rows = "\n".join(f"| {i} | {value:.3f} |" for i, value in enumerate(agreement))
     (folder / "README.md").write_text(
@@ -198,8 +203,8 @@ A {size} parameter language model of {architecture.name}'s architecture with {le
 multi-token-prediction modules, for demonstrations, benchmarks and tests. It has learnt nothing but the sources of
 Python's standard library and is of no other use. Weights are bfloat16.
 
-Trained by {command} on {report["device"]}: {report["steps"]} steps, {report["minutes"]} minutes, Python
-{report["python"]}'s standard library, one file in 20 held out (`bench/corpus.py`).
+Trained by {trained}.
+The text is Python {report["python"]}'s standard library, one file in 20 held out (`bench/corpus.py`).
 
 On {report["held_out_tokens"]} held-out tokens, in bfloat16 as shipped: loss {report["target_loss_nats"]} nats a token,
 accuracy {report["target_accuracy"]}. How often a module's greedy token is the target's:
@@ -212,6 +217,10 @@ accuracy {report["target_accuracy"]}. How often a module's greedy token is the t
 """
     )
     (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _duration(report: dict[str, Any]) -> str:
+    return f"{report['steps']} steps, {report['minutes']} minutes"
 
 
 def main() -> None:
@@ -325,6 +334,8 @@ def main() -> None:
         "batch_tokens": args.batch * args.length,
         "architecture": asdict(config),
     }
+    if args.modules_of is not None:
+        report["base"] = json.loads((args.modules_of / "training.json").read_text())
     write_checkpoint(model, args.out)
     write_model_card(args.out, architecture, report)
     state_file.unlink(missing_ok=True)

@@ -31,9 +31,13 @@ class BlockLayout:
     def probe(cls, layer: Any, block_size: int) -> "BlockLayout":
         """Finds the layout by having the layer's attention backend write into a scratch block.
 
+        Latent attention has no packing to find: rows lie one after the other, and their values are made of the keys.
+
         Raises:
-            RuntimeError: it didn't write every element to a place of its own.
+            RuntimeError: it didn't write every element to a place of its own, or a latent cache has other rows.
         """
+        if hasattr(layer, "kv_lora_rank"):
+            return cls._of_latents(layer, block_size)
         shapes = [(block_size, layer.num_kv_heads, size) for size in (layer.head_size, layer.head_size_v)]
         num_keys, num_values = (math.prod(shape) for shape in shapes)
         device, dtype = layer.kv_cache.device, layer.kv_cache.dtype
@@ -57,6 +61,16 @@ class BlockLayout:
         keys, values = found.cpu().split((num_keys, num_values))
         return cls(keys.view(shapes[0]), values.view(shapes[1]))
 
+    @classmethod
+    def _of_latents(cls, layer: Any, block_size: int) -> "BlockLayout":
+        width = layer.head_size
+        if layer.kv_cache.shape[1:] != (block_size, width):
+            raise RuntimeError(
+                f"A latent cache of blocks {list(layer.kv_cache.shape[1:])} is none that the oracle can read: it knows "
+                f"[{block_size}, {width}], latents and rotated features in the cache's dtype."
+            )
+        return cls(torch.arange(block_size * width).view(block_size, 1, width), torch.empty(block_size, 1, 0).long())
+
 
 class ModuleCache:
     """One module's own part of the KV cache.
@@ -70,7 +84,8 @@ class ModuleCache:
     """
 
     def __init__(self, module: int, group: int, layer: Any, block_size: int, rank: int) -> None:
-        self.heads = slice(rank * layer.num_kv_heads, (rank + 1) * layer.num_kv_heads)
+        first_head = 0 if hasattr(layer, "kv_lora_rank") else rank * layer.num_kv_heads  # each rank has all latents
+        self.heads = slice(first_head, first_head + layer.num_kv_heads)
         self.module, self.group, self.block_size = module, group, block_size
         self.window: int | None = layer.sliding_window
         self.key_dim: int = layer.head_size

@@ -21,7 +21,7 @@ from bench.oracle.replayed import replaying
 from bench.oracle.report import Report
 from bench.oracle.runners import view_of
 from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
-from bench.oracle.variants import checkpoint, dense_model, drafter_of
+from bench.oracle.variants import cheap_drafts, checkpoint, dense_model, drafter_of
 from bench.oracle.watch import Continuation, Watcher
 from bench.oracle.watch_rows import RowsWatcher
 from bench.reference.dense import Reference, read_config
@@ -82,7 +82,8 @@ def _for_device(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     config = read_config(model)
     narrow = config.get("v_head_dim", config.get("head_dim")) != config.get("head_dim")
-    backend = "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
+    latent = "kv_lora_rank" in config
+    backend = "TRITON_MLA" if latent else "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
     speculative = {**arguments["speculative_config"], "attention_backend": backend}
     # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
     engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
@@ -342,6 +343,7 @@ def _watched_engine(
     with ExitStack() as stack:
         folder = stack.enter_context(checkpoint(model, setup))
         stack.enter_context(drafter_of(setup))
+        stack.enter_context(cheap_drafts(folder, setup))
         engine = stack.enter_context(Engine(folder, **setup.engine_arguments(graphs, report.dtype)))
         stack.enter_context(_counting_grammar_cuts(engine, report))
         if setup.adaptive:

@@ -36,6 +36,7 @@ class Setup:
         host: vLLM's own proposer drafts, as it does for an architecture that this package doesn't know.
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
         v1, v2: for vLLM's V1 and V2 model runners: what a setup is for is there too, and drafted for by this package.
+        cheap: drafts read weights of 8 bits and are out of a part of the vocabulary (`variants.drafted_tokens`).
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
         extracts: the engine drafts nothing and keeps the hidden states of these layers.
         ranks: of tensor parallelism, each a process with an engine and an oracle of its own.
@@ -66,6 +67,7 @@ class Setup:
     replayed: bool = False
     v1: bool = True
     v2: bool = True
+    cheap: bool = False
     hybrid: bool = True
     extracts: tuple[int, ...] = ()
     ranks: int = 1
@@ -152,6 +154,8 @@ SETUPS = (
     Setup("compiled", compiled=True, v2=False, weight=1),
     Setup("unpadded", speculative={"disable_padded_drafter_batch": True}, v2=False),
     Setup("sampled drafts", speculative={"draft_sample_method": "probabilistic"}),
+    Setup("cheap drafts", cheap=True, num_blocks=36, crowd=True),
+    Setup("cheap drafts, replayed, K=6", cheap=True, replayed=True, k=6, max_batched_tokens=48, weight=1),
     Setup("grammars", grammars=0.8, max_model_len=160, weight=3),
     Setup("grammars, overlapped", grammars=0.8, overlapped=True),
     Setup("one module", checkpoint="mimo", max_batched_tokens=48),
@@ -184,6 +188,16 @@ SETUPS = (
         max_num_seqs=4,
         max_batched_tokens=48,
         weight=1,
+        speculative={"use_local_argmax_reduction": True},
+    ),
+    Setup(
+        "two ranks, cheap drafts",
+        ranks=2,
+        max_model_len=160,
+        max_num_seqs=4,
+        max_batched_tokens=48,
+        weight=1,
+        cheap=True,
         speculative={"use_local_argmax_reduction": True},
     ),
 )

@@ -1,6 +1,7 @@
 """Checkpoints and drafters for what the tiny model can't show."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from bench import reference
 from bench.oracle.schedules import Setup
 from bench.reference import mimo_checkpoint as mimo
+from bench.reference.cheap import make_cheap
 from bench.reference.dense import DenseModel, read_config
+from proposers.options import FROM_ENVIRONMENT
 
 WEIGHTS = "model.safetensors"
 
@@ -40,7 +43,28 @@ def dense_model(folder: Path, setup: Setup) -> DenseModel:
     """The reference of a setup's checkpoint."""
     if not setup.hidden_states_flow:
         return DenseModel(folder, hidden_states_flow=False)
-    return reference.dense_model(folder)
+    dense = reference.dense_model(folder)
+    return make_cheap(dense, drafted_tokens(len(dense.head))) if setup.cheap else dense
+
+
+def drafted_tokens(vocab_size: int) -> list[int]:
+    """Two of three tokens, so that a column of a head is another token's than that of its number."""
+    return [token for token in range(vocab_size) if token % 3]
+
+
+@contextmanager
+def cheap_drafts(folder: Path, setup: Setup) -> Iterator[None]:
+    """Engines of this checkpoint that are built inside have the setup's draft weights and vocabulary."""
+    if not setup.cheap:
+        yield
+        return
+    config = read_config(folder)
+    with TemporaryDirectory() as name:
+        file = Path(name, "vocabulary.json")
+        file.write_text(json.dumps(drafted_tokens(config.get("text_config", config)["vocab_size"])))
+        chosen = {"draft_weights": "fp8", "draft_vocabulary": str(file)}
+        with mock.patch.dict(os.environ, {FROM_ENVIRONMENT[option]: value for option, value in chosen.items()}):
+            yield
 
 
 @contextmanager

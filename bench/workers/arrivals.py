@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.processes import report_progress, take_turn
 from bench.spread import quartiles, yardstick_ms
-from bench.workers.engine import busy, drafter_of
+from bench.workers.engine import busy
+from bench.workers.host_parts import HostParts, mean_parts
 
 PROFILED_STEPS = 60, 180
 MARK = "step "
@@ -23,24 +24,38 @@ class StepLog:
     Attributes:
         begun: when each step was handed to the runner.
         with_prompt: whether it has a request whose prompt is not complete before it.
-        propose_ms: host time of its draft pass; none without a drafter.
+        parts: where the host's time goes in each.
         marks: each step is marked in a profile by its number.
     """
 
     begun: list[float] = field(default_factory=list)
     with_prompt: list[bool] = field(default_factory=list)
-    propose_ms: dict[int, float] = field(default_factory=dict)
     marks: bool = False
 
+    def __post_init__(self) -> None:
+        self.parts = HostParts(lambda: len(self.begun) - 1)
+
     def clear(self) -> None:
-        for each in (self.begun, self.with_prompt, self.propose_ms):
+        for each in (self.begun, self.with_prompt, self.parts.ms):
             each.clear()
 
-    def steps(self) -> Iterator[tuple[bool, float, float | None]]:
-        """Of every step but the last: its kind, its ms until the next one begins, and its draft pass's."""
-        ends = self.begun[1:]
-        for index, (start, end) in enumerate(zip(self.begun, ends, strict=False)):
-            yield self.with_prompt[index], (end - start) * 1e3, self.propose_ms.get(index)
+    def steps(self) -> Iterator["Step"]:
+        """All but the last, which has no end."""
+        for index, (start, end) in enumerate(pairwise(self.begun)):
+            step_ms = (end - start) * 1e3
+            yield Step(self.with_prompt[index], step_ms, self.parts.of_step(index, step_ms))
+
+
+class Step(NamedTuple):
+    """A step, from when the runner is handed it until it is handed the next one.
+
+    Attributes:
+        host_ms: of `step_ms`, by part.
+    """
+
+    with_prompt: bool
+    step_ms: float
+    host_ms: dict[str, float]
 
 
 def watch_steps(llm: Any, prompt_tokens: int) -> StepLog:
@@ -55,7 +70,7 @@ def watch_steps(llm: Any, prompt_tokens: int) -> StepLog:
 
     def wrap(worker: Any) -> None:
         runner = worker.model_runner
-        execute, drafter = runner.execute_model, drafter_of(runner)
+        execute = runner.execute_model
 
         def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             if scheduled.total_num_scheduled_tokens:
@@ -69,18 +84,8 @@ def watch_steps(llm: Any, prompt_tokens: int) -> StepLog:
             return execute(scheduled, *args, **kwargs)
 
         runner.execute_model = execute_model
-        if drafter is None:
-            return
-        propose = drafter.propose
 
-        def timed_propose(*args: Any, **kwargs: Any) -> Any:
-            before = time.perf_counter()
-            result = propose(*args, **kwargs)
-            log.propose_ms[len(log.begun) - 1] = (time.perf_counter() - before) * 1e3
-            return result
-
-        drafter.propose = timed_propose
-
+    log.parts.watch_engine(llm)
     llm.collective_rpc(wrap)
     return log
 
@@ -129,7 +134,7 @@ def measure_arrivals(llm: Any, spec: dict[str, Any], length: int) -> dict[str, A
     """The figures of prompts of that length, by concurrency."""
     log = watch_steps(llm, length)
     figures: dict[str, dict[str, Any]] = {}
-    runs: dict[int, list[tuple[float, list[tuple[bool, float, float | None]]]]] = {c: [] for c in spec["batches"]}
+    runs: dict[int, list[tuple[float, list[Step]]]] = {c: [] for c in spec["batches"]}
     yardsticks: dict[int, list[float]] = {c: [] for c in spec["batches"]}
     for repeat in range(1 + spec["runs"]):
         for concurrency in spec["batches"]:
@@ -203,15 +208,17 @@ def busy_by_kind(marks: list[tuple[float, bool]], kernels: list[tuple[float, flo
     }
 
 
-def summarise_steps(steps: list[tuple[bool, float, float | None]]) -> dict[str, Any]:
-    """`step_ms` and `propose_host_ms` by kind of step, the number of steps, and the share of time with a prompt."""
-    found: dict[str, Any] = {"num_steps": {}, "step_ms": {}, "propose_host_ms": {}}
+def summarise_steps(steps: list[Step]) -> dict[str, Any]:
+    """By kind of step: their number, `step_ms`, `propose_host_ms` and the mean `host_ms` by part; and their share."""
+    found: dict[str, Any] = {"num_steps": {}, "step_ms": {}, "propose_host_ms": {}, "host_ms": {}}
     for with_prompt, name in KINDS.items():
-        kind = [(ms, propose) for is_prompt, ms, propose in steps if is_prompt == with_prompt]
-        proposes = [propose for _, propose in kind if propose is not None]
+        kind = [step for step in steps if step.with_prompt == with_prompt]
+        proposes = [step.host_ms["propose"] for step in kind if "propose" in step.host_ms]
         found["num_steps"][name] = len(kind)
-        found["step_ms"][name] = quartiles([ms for ms, _ in kind]) if kind else None
+        found["step_ms"][name] = quartiles([step.step_ms for step in kind]) if kind else None
         found["propose_host_ms"][name] = quartiles(proposes) if proposes else None
-    total = sum(ms for _, ms, _ in steps)
-    found["share_of_time_with_prompt"] = round(sum(ms for is_prompt, ms, _ in steps if is_prompt) / total, 4)
+        found["host_ms"][name] = mean_parts([step.host_ms for step in kind]) if kind else None
+    total = sum(step.step_ms for step in steps)
+    with_prompt_ms = sum(step.step_ms for step in steps if step.with_prompt)
+    found["share_of_time_with_prompt"] = round(with_prompt_ms / total, 4)
     return found

@@ -12,9 +12,16 @@ from bench.workers.engine import (
     run_batch,
     run_worker,
 )
+from proposers.options import KEY
 
+CHEAP = {
+    "ours-fp8": ("draft_weights",),
+    "ours-vocabulary": ("draft_vocabulary",),
+    "ours-cheap": ("draft_weights", "draft_vocabulary"),
+}
+"""Options of modes whose drafts are to be cheap."""
 # `MTP_PROPOSERS` of each mode.
-MODES = {"none": "off", "upstream": "upstream", "ours": "on"}
+MODES = {"none": "off", "upstream": "upstream", "ours": "on", **dict.fromkeys(CHEAP, "on")}
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
@@ -22,6 +29,8 @@ def build_engine(spec: dict[str, Any]) -> Any:
     keep_engine_in_process(MODES[spec["mode"]])
     from vllm import LLM
 
+    values = {"draft_weights": "fp8", "draft_vocabulary": spec["draft_vocabulary_file"]}
+    cheap = {name: values[name] for name in CHEAP.get(spec["mode"], ())}
     speculative = {"method": "mtp", "num_speculative_tokens": spec["k"], **spec["speculative_config"]}
     return LLM(
         spec["model"],
@@ -31,6 +40,7 @@ def build_engine(spec: dict[str, Any]) -> Any:
         speculative_config=None if spec["mode"] == "none" else speculative,
         disable_log_stats=False,
         enable_prefix_caching=False,  # every run computes the same prompts anew
+        **({"additional_config": {KEY: cheap}} if cheap else {}),
         **spec["engine"],
     )
 

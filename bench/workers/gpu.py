@@ -1,7 +1,10 @@
 """One mode of `bench gpu`, in a process of its own: `python -m bench.workers.gpu SPEC.json RESULT.json`."""
 
+import json
+import random
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from bench.processes import report_progress, take_turn
@@ -26,17 +29,35 @@ MODES = {
     "upstream-v2": ("upstream", "1"),
     "ours": ("on", "0"),
     "ours-v2": ("on", "1"),
+    "ours-v2-cheap": ("on", "1"),
 }
+CHEAP = "-cheap"
+"""How the name of a mode ends whose drafts read weights of 8 bits and score a part of the vocabulary."""
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches
     "norm": ("norm",),  # before the GEMMs: "gemma" has "gemm" in it
     "attention": ("flash", "attention", "fmha"),
-    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma"),
+    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma", "fp8_linear"),
     "experts": ("moe", "topk"),
     "slots and window": ("slot", "window"),
     "KV write": ("reshape_and_cache",),
     "argmax": ("reduce", "argmax"),
 }
+
+
+def cheap_options(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
+    """Engine arguments of a mode beyond those of all: none but of a mode with cheap drafts.
+
+    Args:
+        size: tokens of the draft vocabulary. Which ones they are makes no difference to dummy weights, or to a step's
+            time.
+        folder: where the list is put; to be kept for as long as the engine.
+    """
+    if not mode.endswith(CHEAP):
+        return {}
+    file = folder / "draft_vocabulary.json"
+    file.write_text(json.dumps(sorted(random.Random(0).sample(range(vocab_size), min(size, vocab_size * 3 // 4)))))
+    return {"additional_config": {"mtp_proposers": {"draft_weights": "fp8", "draft_vocabulary": str(file)}}}
 
 
 def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
@@ -58,13 +79,16 @@ def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
             skip_tokenizer_init=True,
             max_model_len=max(spec["prompt_tokens"]) + spec["output_tokens"] + spec["k"] + 1,
             max_num_seqs=max(spec["batches"]),
+            tensor_parallel_size=spec["tensor_parallel"],
             speculative_config=None if spec["mode"] == "none" else speculative,
             disable_log_stats=False,
             enable_prefix_caching=False,
+            **cheap_options(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
             **spec["engine"],
         )
-    # Where engines start side by side, what the device lacks afterwards is not what one of them took.
-    return llm, None if spec["by_turns"] else graph_memory.num_bytes
+    # Where engines start side by side, what the device lacks afterwards is not what one of them took; several ranks
+    # have processes of their own.
+    return llm, None if spec["by_turns"] or spec["tensor_parallel"] > 1 else graph_memory.num_bytes
 
 
 class GraphMemory:
@@ -98,35 +122,35 @@ class GraphMemory:
         return capture_model
 
 
-def time_propose(llm: Any) -> list[tuple[float, float]]:
-    """Has when every further draft pass began, and its host time in ms, put into a list."""
-    times: list[tuple[float, float]] = []
+def time_propose(worker: Any) -> None:
+    """For `collective_rpc`: has every further draft pass of a worker timed, for `take_propose_times`."""
+    drafter = drafter_of(worker.model_runner)
+    worker.propose_times = times = []
+    if drafter is None:
+        return
+    original = drafter.propose
 
-    def wrap(worker: Any) -> None:
-        runner = worker.model_runner
-        drafter = drafter_of(runner)
-        if drafter is None:
-            return
-        original = drafter.propose
+    def propose(*args: Any, **kwargs: Any) -> Any:
+        before = time.perf_counter()
+        result = original(*args, **kwargs)
+        times.append((before, (time.perf_counter() - before) * 1e3))
+        return result
 
-        def propose(*args: Any, **kwargs: Any) -> Any:
-            before = time.perf_counter()
-            result = original(*args, **kwargs)
-            times.append((before, (time.perf_counter() - before) * 1e3))
-            return result
-
-        drafter.propose = propose
-
-    llm.collective_rpc(wrap)
-    return times
+    drafter.propose = propose
 
 
-def profile_steps(engine: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-    """GPU time of `PROFILED_STEPS` decode steps, by kernel family, in ms a step."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+def take_propose_times(worker: Any) -> list[tuple[float, float]]:
+    """When each draft pass since the last call began, and its host time in ms."""
+    taken = list(worker.propose_times)
+    worker.propose_times.clear()
+    return taken
+
+
+def profile_steps(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    """GPU time of `PROFILED_STEPS` decode steps, by kernel family, in ms a step; of several ranks, the first's."""
     from vllm import SamplingParams
 
+    engine = llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
     add_requests(engine, prompts, params, "profile")
     seen: set[str] = set()
@@ -134,21 +158,42 @@ def profile_steps(engine: Any, prompts: list[list[int]], output_tokens: int) -> 
         seen |= {output.request_id for output in engine.step()}
     for _ in range(3):
         engine.step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        before = time.perf_counter()
-        for _ in range(PROFILED_STEPS):
-            engine.step()
-        torch.cuda.synchronize()
-        wall = (time.perf_counter() - before) * 1e3
+    llm.collective_rpc(start_profile)
+    before = time.perf_counter()
+    for _ in range(PROFILED_STEPS):
+        engine.step()
+    llm.collective_rpc(synchronize)
+    wall = (time.perf_counter() - before) * 1e3
+    launches = llm.collective_rpc(stop_profile)[0]
     while engine.has_unfinished_requests():
         engine.step()
-    launches = [
+    return {"profiled_step_ms": round(wall / PROFILED_STEPS, 4), **summarise_launches(launches)}
+
+
+def start_profile(worker: Any) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize(worker)
+    worker.step_profiler = profile(activities=[ProfilerActivity.CUDA])
+    worker.step_profiler.__enter__()
+
+
+def synchronize(worker: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def stop_profile(worker: Any) -> list[tuple[float, float, str]]:
+    """The kernels that were launched, each with its beginning and end in microseconds and its name."""
+    import torch
+
+    worker.step_profiler.__exit__(None, None, None)
+    return [
         (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
+        for event in worker.step_profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    return {"profiled_step_ms": round(wall / PROFILED_STEPS, 4), **summarise_launches(launches)}
 
 
 def summarise_launches(launches: list[tuple[float, float, str]]) -> dict[str, Any]:
@@ -175,7 +220,7 @@ def family_of(kernel: str) -> str:
     return next((family for family, parts in FAMILIES.items() if any(part in name for part in parts)), "other")
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(worker: Any) -> float:
     """Bytes per second that a large copy on the device moves, read and written.
 
     Of many the fastest: the clock of a device that had nothing to do rises with the load, and a floor is a floor.
@@ -203,27 +248,25 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         for length in spec["prompt_tokens"]:
             result["prompts"][str(length)] = measure_arrivals(llm, spec, length)
         return result
-    times = time_propose(llm)
+    llm.collective_rpc(time_propose)
     for length in spec["prompt_tokens"]:
         prompts = random_prompts(spec["vocab_size"], max(spec["batches"]), length)
         figures: dict[str, dict[str, Any]] = defaultdict(dict)
-        for batch, done in run_by_turns(llm, spec, prompts, times).items():
+        for batch, done in run_by_turns(llm, spec, prompts).items():
             found = summarise(done)
             if length == spec["prompt_tokens"][0]:
                 take_turn()
-                found |= profile_steps(llm.llm_engine, prompts[:batch], spec["output_tokens"])
+                found |= profile_steps(llm, prompts[:batch], spec["output_tokens"])
             for name, value in found.items():
                 figures[name][str(batch)] = value
         result["prompts"][str(length)] = dict(figures)
     take_turn()
     result["weight_bytes"] = llm.collective_rpc(weight_bytes)[0]
-    result["copy_bytes_per_s"] = copy_bandwidth()
+    result["copy_bytes_per_s"] = llm.collective_rpc(copy_bandwidth)[0]
     return result
 
 
-def run_by_turns(
-    llm: Any, spec: dict[str, Any], prompts: list[list[int]], times: list[tuple[float, float]]
-) -> dict[int, list[dict[str, Any]]]:
+def run_by_turns(llm: Any, spec: dict[str, Any], prompts: list[list[int]]) -> dict[int, list[dict[str, Any]]]:
     """What `run_batch` found in each run, by batch size, with drafts, accepted drafts and times of `propose`.
 
     By turns: a host that others use is slow for seconds on end, which is as long as all runs of one batch size take.
@@ -239,11 +282,11 @@ def run_by_turns(
             take_turn()
             report_progress(f"prompt {length}, batch {batch}, run {repeat + 1} of {spec['runs']}")
             drafts, accepted = acceptance_counters(llm)
-            times.clear()
+            llm.collective_rpc(take_propose_times)
             run = run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"{length}-{batch}-{repeat}")
             drafts_now, accepted_now = acceptance_counters(llm)
             run |= {"drafts": drafts_now - drafts, "accepted": sum(accepted_now) - sum(accepted)}
-            spans = run["decode_spans"]
+            times, spans = llm.collective_rpc(take_propose_times)[0], run["decode_spans"]
             run["propose_host_ms"] = [ms for when, ms in times if any(start <= when < end for start, end in spans)]
             runs[batch].append(run)
     return runs
@@ -274,7 +317,9 @@ def weight_bytes(worker: Any) -> dict[str, int]:
             if parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())
                 kind = "experts" if "experts" in name else "embeddings" if "embed_tokens" in name else "dense"
-                totals[kind] += parameter.numel() * parameter.element_size()
+                totals[kind] += parameter.nbytes
+    cheap = getattr(drafter, "cheap", None)
+    totals["dense"] += 0 if cheap is None else cheap.copied_bytes
     return totals
 
 

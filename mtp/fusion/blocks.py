@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from mtp.fusion.gemms import is_plain, weight_of_both
+from mtp.fp8 import is_quantised
+from mtp.fusion.gemms import is_plain, product_of_both
 from mtp.kernels import has_kernels
 from mtp.kernels.decoder import embed_norm_concat, norm_rope
+from mtp.kernels.fp8_weights import fp8_linear
 
 
 def embed_and_norm(
@@ -60,10 +61,9 @@ def project(
     Returns:
         `[num_rows, size]` each, gates `[num_rows, num_heads]` or None.
     """
-    weight = None if gate_proj is None else weight_of_both(qkv_proj, gate_proj)
-    if weight is not None:
-        both = F.linear(hidden, weight)
-        query, key, value, gates = torch.split(both, [*sizes, len(weight) - sum(sizes)], dim=-1)
+    both = None if gate_proj is None else product_of_both(qkv_proj, gate_proj, hidden)
+    if both is not None:
+        query, key, value, gates = torch.split(both, [*sizes, both.shape[-1] - sum(sizes)], dim=-1)
         return query, key, value, gates
     query, key, value = qkv_proj(hidden)[0].split(sizes, dim=-1)
     return query, key, value, None if gate_proj is None else gate_proj(hidden)[0]
@@ -109,6 +109,8 @@ def add_mlp(mlp: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     The GEMM that adds to it rounds once in 16-bit, a GEMM and an addition twice.
     """
     down = mlp.down_proj
+    if is_quantised(down) and down.tp_size == 1:
+        return fp8_linear(mlp.act_fn(mlp.gate_up_proj(x)[0]), down.weight, down.weight_scale, residual)
     if not (is_plain(down) and down.tp_size == 1):
         total: torch.Tensor = mlp(x) + residual
         return total

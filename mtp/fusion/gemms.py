@@ -6,6 +6,7 @@ In a pass of few rows a GEMM takes as long as reading its weight takes, but for 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
@@ -14,7 +15,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
+from mtp.fp8 import is_quantised
 from mtp.kernels import has_kernels
+from mtp.kernels.fp8_weights import fp8_linear
 
 # Bytes: kernels read rows of values in pieces of so many.
 ROW_ALIGNMENT = 16
@@ -35,19 +38,39 @@ def is_plain(linear: Any) -> bool:
 
 
 def store_side_by_side(first: Any, second: Any) -> bool:
-    """Moves the weight of one layer right behind that of another with the same input, for `weight_of_both`.
+    """Moves the weight of one layer right behind that of another with the same input, for `product_of_both`.
 
     Returns:
         whether it lies there now: not if one is not plain, or if rows of the output would not be aligned.
     """
+    if is_quantised(first) and is_quantised(second):
+        _join(first, second, "weight")
+        _join(first, second, "weight_scale")
+        return True
     if not (is_plain(first) and is_plain(second)) or first.weight.dtype != second.weight.dtype:
         return False
-    sizes = [len(first.weight), len(second.weight)]
-    if sum(sizes) * first.weight.element_size() % ROW_ALIGNMENT:
+    if (len(first.weight) + len(second.weight)) * first.weight.element_size() % ROW_ALIGNMENT:
         return False
-    joined = torch.cat((first.weight.data, second.weight.data))
-    first.weight.data, second.weight.data = torch.split(joined, sizes)
+    _join(first, second, "weight")
     return True
+
+
+def _join(first: Any, second: Any, name: str) -> None:
+    tensors = getattr(first, name), getattr(second, name)
+    joined = torch.cat([tensor.data.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+    tensors[0].data, tensors[1].data = torch.split(joined, [len(tensor) for tensor in tensors])
+
+
+def product_of_both(first: Any, second: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Of rows `[num_rows, input_size]`, what the first layer makes beside what the second does; None where their
+    weights don't lie side by side, or where there is more to a layer than its weight.
+    """
+    if is_quantised(first) and is_quantised(second):
+        weight = _side_by_side(first.weight, second.weight)
+        scale = _side_by_side(first.weight_scale, second.weight_scale)
+        return None if weight is None or scale is None else fp8_linear(x, weight, scale)
+    weight = weight_of_both(first, second)
+    return None if weight is None else F.linear(x, weight)
 
 
 def weight_of_both(first: Any, second: Any) -> torch.Tensor | None:
@@ -60,10 +83,12 @@ def weight_of_both(first: Any, second: Any) -> torch.Tensor | None:
     """
     if not (is_plain(first) and is_plain(second)):
         return None
-    weight: torch.Tensor = first.weight
-    behind: torch.Tensor = second.weight
+    return _side_by_side(first.weight, second.weight)
+
+
+def _side_by_side(weight: torch.Tensor, behind: torch.Tensor) -> torch.Tensor | None:
     if weight.untyped_storage().data_ptr() != behind.untyped_storage().data_ptr():
         return None
     if behind.data_ptr() != weight.data_ptr() + weight.nbytes or not weight.is_contiguous():
         return None
-    return weight.as_strided((len(weight) + len(behind), weight.shape[1]), weight.stride())
+    return weight.as_strided((len(weight) + len(behind), *weight.shape[1:]), weight.stride())

@@ -12,6 +12,7 @@ from proposers.architecture import Architecture, architecture_of, why_left_to_th
 from proposers.host import rejection_sampling
 from proposers.host.patching import apply_patches, patch, stand_in
 from proposers.lookahead import keyed_lookahead
+from proposers.options import FROM_ENVIRONMENT, Options
 
 logger = logging.getLogger("vllm.proposers")
 
@@ -23,6 +24,13 @@ PLUGIN_PROPOSERS = "vLLM lets a plugin name the proposer of a method"
 def _say_why_not(config: Any) -> None:
     if reason := why_left_to_the_host(config):
         logger.info("vLLM's own proposer drafts: vllm-mtp-proposers %s.", reason)
+
+
+def _say_what_has_no_effect(vllm_config: Any) -> None:
+    options = Options.of(vllm_config)
+    unused = [name for name in FROM_ENVIRONMENT if getattr(options, name) is not None]
+    if unused:
+        logger.warning("%s: no effect on drafts of vLLM's own.", " and ".join(unused))
 
 
 def _before_drafting(drafter: type, architecture: Architecture, runner: str, vllm_config: Any) -> None:
@@ -101,9 +109,11 @@ def build_speculator(original: Any) -> Any:
         architecture = architecture_of(config)
         if architecture is None:
             _say_why_not(config)
+            _say_what_has_no_effect(vllm_config)
             return original(vllm_config, device, req_states)
         if reason := why_not_on_v2(vllm_config, architecture):
             logger.warning("vLLM's own speculator drafts for %s on the V2 model runner: %s.", architecture.name, reason)
+            _say_what_has_no_effect(vllm_config)
             return original(vllm_config, device, req_states)
         speculator = architecture.load_speculator()
         _before_drafting(speculator, architecture, "V2", vllm_config)

@@ -115,6 +115,70 @@ def refuse_holes(original: Any) -> Any:
     return load_weights
 
 
+@patch(
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.create_model",
+    ("self", "vllm_config", "model_config", ...),
+    why="weights of 8 bits and heads of a part of the vocabulary are made when a layer is loaded, and so have to be "
+    "asked for between the model's construction and its load.",
+    upstream="none yet: vLLM quantises a draft as its target, by a config that not all of its layers are built with",
+    until="a plugin can choose the method of a draft's layers",
+)
+def make_drafts_cheap(original: Any) -> Any:
+    def create_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(self, vllm_config, model_config, *args, **kwargs)
+        from proposers.cheap import CheapDrafts
+
+        entry = _entry_of(model_config, vllm_config)
+        if entry is not None and CheapDrafts.loading is not None:
+            CheapDrafts.loading.before_load(model, entry.descriptor.own_heads)
+        return model
+
+    return create_model
+
+
+def _drafter_of(worker: Any) -> Any:
+    from proposers.drafter import ArchitecturePasses
+
+    runner = worker.model_runner
+    found = (getattr(runner, name, None) for name in ("drafter", "speculator"))
+    return next((drafter for drafter in found if isinstance(drafter, ArchitecturePasses)), None)
+
+
+WHY_REFRESH = "a draft with a copy of its target's head has to make it again when the target's weights have changed."
+
+
+@patch(
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    ("self", ...),
+    why=WHY_REFRESH,
+    upstream="none yet",
+    until="a runner tells its drafter of new weights",
+)
+def refresh_after_reload(original: Any) -> Any:
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if (drafter := _drafter_of(self)) is not None:
+            drafter.cheap.refresh()
+
+    return reload_weights
+
+
+@patch(
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+    ("self",),
+    why=WHY_REFRESH,
+    upstream="none yet",
+    until="a runner tells its drafter of new weights",
+)
+def refresh_after_update(original: Any) -> Any:
+    def finish_weight_update(self: Any) -> None:
+        original(self)
+        if (drafter := _drafter_of(self)) is not None:
+            drafter.cheap.refresh()
+
+    return finish_weight_update
+
+
 def _say_what_is_missing(unset: list[str], model_config: Any) -> str:
     quantised = ""
     if any(not name.endswith((".weight", ".bias")) for name in unset):
@@ -135,4 +199,4 @@ def _some_of(names: list[str]) -> str:
 
 
 START_UP = (start_without_kv_scales,)
-PATCHES = (load_as_stored, refuse_holes)
+PATCHES = (load_as_stored, refuse_holes, make_drafts_cheap, refresh_after_reload, refresh_after_update)

@@ -63,8 +63,8 @@ def _decide(vllm_config: Any) -> int:
         )
         return 0
     logger.info(
-        "The prefix cache's keys have the tokens after a block that the draft's rows depend on (%d), so no block of a hit "
-        "is dropped.",
+        "The prefix cache's keys have the tokens after a block that the draft's rows depend on (%d), so no block of a "
+        "hit is dropped.",
         lookahead,
     )
     return lookahead

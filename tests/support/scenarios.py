@@ -247,6 +247,18 @@ def _random_prompts(vocab_size: int) -> list[list[int]]:
     return [[draw.randrange(1, vocab_size) for _ in range(length)] for length in (*LENGTHS[:6], 150)]
 
 
+def sampled(llm: LLM, prompt: list[int], count: int, temperature: float, max_tokens: int) -> dict[str, Any]:
+    """So many outputs of one prompt, each drawn by itself, and what became of the drafts."""
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    tokens = [list(output.outputs[0].token_ids) for output in generate(llm, [prompt] * count, params)]
+    found = metrics(llm)
+    return {
+        "tokens": tokens,
+        "drafted": found["spec_decode_num_draft_tokens"],
+        "accepted": found["spec_decode_num_accepted_tokens"],
+    }
+
+
 def adapted(llm: LLM, adapter: str, vocab_size: int) -> dict[str, Any]:
     """Requests of the base model, of an adapter, and of both in one batch."""
     prompts = _random_prompts(vocab_size)

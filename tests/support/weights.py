@@ -74,7 +74,8 @@ def weights_of(llm: LLM, draft: bool) -> Weights:
     """
     config = llm.llm_engine.vllm_config.model_config
     first, stored = config.hf_config.num_hidden_layers, load_file(Path(config.model, "model.safetensors"))
-    return {name: x for name, x in stored.items() if (_layer(name) >= first) == draft and ".moe." not in name}
+    is_draft = {name: _layer(name) >= first or ".mtp." in name for name in stored}
+    return {name: x for name, x in stored.items() if is_draft[name] == draft and ".moe." not in name}
 
 
 def _layer(name: str) -> int:
@@ -131,7 +132,7 @@ def updated(llm: LLM, which: str, max_tokens: int) -> dict[str, Any]:
     model = drafter_of(runner(llm)).model
     return result | {
         "moved": [name for name, tensor in _tensors(llm) if tensor.data_ptr() != addresses[name]],
-        "fused": model.forward.func is run_module and drafter_of(runner(llm)).takes_wanted,
+        "fused": getattr(model.forward, "func", None) is run_module and drafter_of(runner(llm)).takes_wanted,
     }
 
 

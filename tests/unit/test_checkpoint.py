@@ -86,5 +86,6 @@ def test_a_checkpoint_of_which_files_are_missing_is_refused_by_their_names(tmp_p
 def test_weights_that_are_made_up_are_not_asked(tmp_path: Path) -> None:
     assert tensor_files(str(tmp_path)) is None
     assert settled(tmp_path).num_nextn_predict_layers == 1
+    assert settled(tmp_path, num_nextn_predict_layers=3).num_nextn_predict_layers == 3  # as benchmarks give it
     unnamed = SimpleNamespace(name_or_path="")
     settle_modules(entry(), PreTrainedConfig(), unnamed)

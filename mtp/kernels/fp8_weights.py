@@ -1,0 +1,219 @@
+"""Products with weights of 8 bits: few rows of activations, so that a product takes as long as reading its weight does.
+
+Weights are e4m3 with a scale for each output channel; activations keep their dtype, and products are summed up in
+float32. Scales are powers of two. An 8-bit float is as precise near its largest value as elsewhere, so that costs
+nothing, and in bfloat16 and float32 `dequantise` is exact: many rows, a CPU and a reference compute with the weights
+that the kernel has.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from vllm.triton_utils import tl, triton
+
+from mtp.kernels import has_kernels
+
+FP8 = torch.float8_e4m3fn
+MOST_ROWS = 256
+"""Of a product by the kernel. With more it is arithmetic that takes the time, and a library's GEMM is the faster."""
+
+# Rows of a weight in one piece, where a copy of it is made.
+PIECE = 16384
+# Columns that one program widens.
+WIDENED = 4096
+# Programs that a device should have at the least, so that all of its multiprocessors read.
+PROGRAMS = 128
+
+
+class Blocks(NamedTuple):
+    """Of one program.
+
+    Attributes:
+        rows: of activations.
+        channels: rows of the weight.
+        columns: of both at a time.
+        num_stages: how many of these less one are under way at a time.
+        weight_first: the weight is the first factor of the product and the activations, turned, are the second. A
+            tensor core takes no less than 64 rows of the first by itself, and that out of registers, where a weight is
+            once it is widened.
+    """
+
+    rows: int
+    channels: int
+    columns: int
+    num_stages: int
+    num_warps: int
+    weight_first: bool = False
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in 8 bits.
+
+    Args:
+        weight: `[channels, columns]` of a floating-point dtype, finite.
+
+    Returns:
+        `[channels, columns]` e4m3 and `[channels]` float32, whose product the weight is nearly.
+    """
+    quantised = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    parts = (torch.split(x, PIECE) for x in (weight, quantised, scales))
+    for part, to, scale in zip(*parts, strict=True):
+        largest = part.abs().amax(dim=1).float().clamp(min=torch.finfo(torch.float32).tiny)
+        # The smallest power of two by which the largest fits. Those near the end of float32's range have none.
+        exponent = (largest / torch.finfo(FP8).max).log2().ceil().clamp(-120, 120)
+        torch.exp2(exponent, out=scale)
+        to.copy_((part.float() / scale[:, None]).clamp(torch.finfo(FP8).min, torch.finfo(FP8).max))
+    return quantised, scales
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a quantised weight stands for, `[channels, columns]`."""
+    if not (has_kernels(weight) and weight.is_contiguous() and dtype.itemsize <= 4):
+        return dequantise_by_ops(weight, scale, dtype)
+    channels, columns = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if out.numel():
+        _dequantise[channels, triton.cdiv(columns, WIDENED)](weight, scale, out, columns, WIDENED, num_warps=4)
+    return out
+
+
+def dequantise_by_ops(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(dtype) * scale[:, None].to(dtype)
+
+
+@triton.jit
+def _dequantise(weight_ptr, scale_ptr, out_ptr, num_columns, BLOCK: tl.constexpr):
+    channel = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    at = channel * num_columns + columns
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (weight * tl.load(scale_ptr + channel)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear` with a quantised weight.
+
+    Args:
+        x: `[..., columns]` of a 16-bit dtype, or float32.
+        weight: `[channels, columns]` e4m3, contiguous.
+        scale: `[channels]` float32, powers of two.
+        residual: `[..., channels]`, to be added before anything is rounded.
+
+    Returns:
+        `[..., channels]` of the dtype of `x`, memory of its own.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    by_kernel = has_kernels(x) and x.element_size() == 2 and len(rows) <= MOST_ROWS and rows.stride(-1) == 1
+    if not by_kernel:
+        return fp8_linear_by_ops(x, weight, scale, residual)
+    num_rows, (channels, columns) = len(rows), weight.shape
+    out = torch.empty(*x.shape[:-1], channels, dtype=x.dtype, device=x.device)
+    if out.numel():
+        blocks = _blocks(num_rows, channels)
+        _fp8_linear[triton.cdiv(num_rows, blocks.rows), triton.cdiv(channels, blocks.channels)](
+            rows,
+            weight,
+            scale,
+            rows if residual is None else residual,
+            out,
+            num_rows,
+            channels,
+            columns,
+            rows.stride(0),
+            0 if residual is None else residual.stride(-2),
+            residual is not None,
+            columns % blocks.columns == 0,
+            blocks.weight_first,
+            blocks.rows,
+            blocks.channels,
+            blocks.columns,
+            num_stages=blocks.num_stages,
+            num_warps=blocks.num_warps,
+        )
+    return out
+
+
+def fp8_linear_by_ops(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    # In pieces: a head's weight would take a gigabyte for as long as the product takes.
+    parts = [
+        F.linear(x, dequantise(part, its_scale, x.dtype))
+        for part, its_scale in zip(torch.split(weight, PIECE), torch.split(scale, PIECE), strict=True)
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return out if residual is None else out + residual
+
+
+def _blocks(num_rows: int, channels: int) -> Blocks:
+    """Of a product of so many rows."""
+    if num_rows > 64 and channels >= 64 * PROGRAMS:
+        return Blocks(128, 128, 64, num_stages=4, num_warps=8, weight_first=True)
+    if num_rows > 32:
+        return Blocks(64 if num_rows <= 64 else 128, 64, 128, num_stages=4, num_warps=4, weight_first=True)
+    rows = 16 if num_rows <= 16 else 32
+    if channels >= 64 * PROGRAMS:
+        return Blocks(rows, 64, 256, num_stages=4, num_warps=4)
+    return Blocks(rows, 32 if channels >= 32 * PROGRAMS else 16, 512, num_stages=4, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _fp8_linear(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    num_channels,
+    num_columns,
+    x_stride,
+    residual_stride,
+    ADDS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program has some channels of some rows. Those of the same channels follow each other: the weight is in the
+    cache for all but the first.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    columns = tl.arange(0, COLUMNS)
+    if WEIGHT_FIRST:
+        row, channel, x_column, weight_column = rows[None, :], channels[:, None], columns[:, None], columns[None, :]
+        total = tl.zeros((CHANNELS, ROWS), dtype=tl.float32)
+    else:
+        row, channel, x_column, weight_column = rows[:, None], channels[None, :], columns[None, :], columns[:, None]
+        total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
+    row_there, channel_there = row < num_rows, channel < num_channels
+    x_at = x_ptr + row.to(tl.int64) * x_stride + x_column
+    # Channels past the last read the last one's weight, which needs no mask.
+    weight_at = weight_ptr + tl.minimum(channel, num_channels - 1).to(tl.int64) * num_columns + weight_column
+    for first in range(0, num_columns, COLUMNS):
+        if EVEN:
+            x = tl.load(x_at, mask=row_there, other=0.0)
+            weight = tl.load(weight_at)
+        else:
+            left = num_columns - first
+            x = tl.load(x_at, mask=row_there & (x_column < left), other=0.0)
+            weight = tl.load(weight_at, mask=weight_column < left, other=0.0)
+        # By way of float32: straight to bfloat16 is an instruction with a fraction of the throughput.
+        widened = weight.to(tl.float32).to(x.dtype)
+        total = tl.dot(widened, x, total) if WEIGHT_FIRST else tl.dot(x, widened, total)
+        x_at += COLUMNS
+        weight_at += COLUMNS
+    total *= tl.load(scale_ptr + channel, mask=channel_there, other=0.0)
+    there = row_there & channel_there
+    if ADDS:
+        residual_at = residual_ptr + row.to(tl.int64) * residual_stride + channel
+        total += tl.load(residual_at, mask=there, other=0.0).to(tl.float32)
+    out_at = out_ptr + row.to(tl.int64) * num_channels + channel
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=there)

@@ -1,0 +1,70 @@
+"""Products with weights of 8 bits: the kernel against its PyTorch version, and both against exact arithmetic."""
+
+import pytest
+import torch
+
+from mtp.kernels import fp8_weights
+from mtp.kernels.fp8_weights import MOST_ROWS, dequantise, fp8_linear, fp8_linear_by_ops, quantise
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_weight(channels: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = torch.logspace(-3, 2, channels, device=DEVICE)[:, None]
+    return quantise((torch.randn(channels, columns, device=DEVICE) * sizes).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "channels", "columns"),
+    [(1, 300, 64), (4, 4096, 528), (16, 16, 512), (17, 8200, 272), (33, 70, 640), (65, 130, 48), (0, 32, 32)],
+)
+def test_a_product_of_few_rows_is_exact_but_for_its_rounding(
+    num_rows: int, channels: int, columns: int, with_residual: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(channels)
+    weight, scale = make_weight(channels, columns)
+    x = (torch.randn(num_rows, columns + 16, device=DEVICE) / 8).to(dtype)[:, 16:]
+    residual = torch.randn(num_rows, channels, device=DEVICE).to(dtype) if with_residual else None
+    ours = fp8_linear(x, weight, scale, residual)
+    assert ours.dtype == dtype
+    exact = x.double() @ dequantise(weight, scale, torch.float64).T
+    if residual is not None:
+        exact += residual.double()
+    # Of sums in float32 the rounding is that of their largest parts.
+    scale_of_parts = (x.double().abs() @ dequantise(weight, scale, torch.float64).abs().T) * 2.0**-20
+    assert ((ours.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + scale_of_parts + 1e-7).all()
+    assert ours.shape == fp8_linear_by_ops(x, weight, scale, residual).shape
+
+
+def test_rows_in_more_dimensions_and_more_than_the_kernel_takes() -> None:
+    weight, scale = make_weight(48, 64)
+    x = torch.randn(2, 3, 64, device=DEVICE).bfloat16()
+    assert torch.equal(fp8_linear(x, weight, scale).flatten(0, 1), fp8_linear(x.flatten(0, 1), weight, scale))
+    many = torch.randn(MOST_ROWS + 1, 64, device=DEVICE).bfloat16()
+    assert torch.equal(fp8_linear(many, weight, scale), fp8_linear_by_ops(many, weight, scale))
+
+
+def test_a_quantised_weight_is_near_the_weight_and_its_scales_are_powers_of_two() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 1000, device=DEVICE) * torch.tensor([[1e-6], [1e-2], [1.0], [448.0], [0.0]], device=DEVICE)
+    quantised, scale = quantise(weight)
+    assert torch.equal(torch.exp2(scale.log2().round()), scale)
+    near = dequantise(quantised, scale, torch.float64)
+    step = weight.double().abs() * 2.0**-4 + scale[:, None].double() * 2.0**-10
+    assert ((near - weight.double()).abs() <= step).all()
+    assert (quantised.float().abs().amax(dim=1)[:4] > 200).all()
+    assert torch.equal(dequantise(quantised, scale, torch.bfloat16).double(), near)
+
+
+def test_a_weight_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(50, 32, device=DEVICE)
+    x = torch.randn(4, 32, device=DEVICE)
+    whole = quantise(weight)
+    product = fp8_linear_by_ops(x, *whole)
+    monkeypatch.setattr(fp8_weights, "PIECE", 16)
+    pieces = quantise(weight)
+    assert torch.equal(whole[0].float(), pieces[0].float())
+    assert torch.equal(whole[1], pieces[1])
+    torch.testing.assert_close(fp8_linear_by_ops(x, *pieces), product)
