@@ -140,7 +140,7 @@ def keep_states_to_resume_at(scheduler: Any, lookahead: int) -> None:
         num_external_computed_tokens: int = 0,
     ) -> int:
         count: int = split(request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
-        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        start: int = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         resumes_at: int = (request.num_tokens - lookahead) // block_size * block_size
         hosts = (request.num_tokens - 1) // block_size * block_size
         if resumes_at == hosts:
