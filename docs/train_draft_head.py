@@ -19,7 +19,7 @@ from torch.nn import functional
 from bench.corpus import read_sources
 from bench.environment import describe_environment, write_record
 from proposers.hidden_states import Record, RecordDataset
-from proposers.hidden_states.export import FinalNorm
+from proposers.hidden_states.final_norm import FinalNorm
 
 MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-step3p5"
 LAYER_IDS = [1, 3, 6]  # 6 is what leaves the last of six layers

@@ -106,16 +106,20 @@ class CheapDrafts:
         heads = [(stand_in.weight, stand_in.head.num_embeddings_per_partition) for stand_in in self._stand_ins]
         full = sum(weight.numel() for weight in layers) + sum(rows * weight.shape[1] for weight, rows in heads)
         now = sum(weight.nbytes for weight in (*layers, *(weight for weight, _ in heads)))
+        kept = sum(module.wide_weight.nbytes for module in modules)
         covered = ""
         if self.vocabulary is not None:
             known = "" if self._coverage is None else f", {100 * self._coverage:.2f} % of those counted"
             size, vocab_size = len(self.vocabulary.token_ids), self.vocabulary.vocab_size
             covered = f" Drafts are out of {size} of {vocab_size} tokens{known}."
         logger.info(
-            "The draft's heads%s have %.0f MiB on this rank instead of %.0f MiB.%s",
-            " and linear layers" if layers else "",
+            "A pass of few rows reads %.0f MiB of the draft's heads%s on this rank instead of %.0f MiB.%s%s",
             now / MIB,
+            " and linear layers" if layers else "",
             full * self._dtype.itemsize / MIB,
+            f" {kept / MIB:.0f} MiB of these layers are kept in {8 * self._dtype.itemsize} bits, for other passes."
+            if layers
+            else "",
             covered,
         )
 

@@ -34,5 +34,10 @@ else
         .venv/bin/python -c "import $extra" 2>/dev/null || pip uninstall -y "$extra"
     done
 fi
+# The trainers' own readers, for the tests of exports. Their pins of PyTorch and transformers are others', so each comes
+# without what it asks for, but for what its reader needs of that.
+pip install --no-deps --upgrade --target .venv/readers speculators==0.9.0 hs-connectors==0.9.0 specforge==0.2.0 \
+    nvidia-modelopt==0.47.0 omegaconf 'antlr4-python3-runtime==4.9.*' pulp scipy nvidia-ml-py ninja 2>/dev/null ||
+    fail "the trainers' readers could not be installed"
 rm -f .venv/.setup-*
 touch "$stamp"

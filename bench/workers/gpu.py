@@ -314,7 +314,7 @@ def weight_bytes(worker: Any) -> dict[str, int]:
     seen: set[int] = set()
     for model in (runner.model, getattr(drafter, "model", None)):
         for name, parameter in model.named_parameters() if model is not None else ():
-            if parameter.data_ptr() not in seen:
+            if parameter.data_ptr() not in seen and not name.endswith("wide_weight"):  # read in place of another
                 seen.add(parameter.data_ptr())
                 kind = "experts" if "experts" in name else "embeddings" if "embed_tokens" in name else "dense"
                 totals[kind] += parameter.nbytes

@@ -16,11 +16,10 @@ from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from mtp.fp8 import is_quantised
+from mtp.fp8 import is_quantised, product
 from mtp.fusion.gemms import is_plain, product_of_both
 from mtp.kernels import has_kernels
 from mtp.kernels.decoder import embed_norm_concat, norm_rope
-from mtp.kernels.fp8_weights import fp8_linear
 
 
 def embed_and_norm(
@@ -110,7 +109,7 @@ def add_mlp(mlp: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """
     down = mlp.down_proj
     if is_quantised(down) and down.tp_size == 1:
-        return fp8_linear(mlp.act_fn(mlp.gate_up_proj(x)[0]), down.weight, down.weight_scale, residual)
+        return product(down, mlp.act_fn(mlp.gate_up_proj(x)[0]), residual)
     if not (is_plain(down) and down.tp_size == 1):
         total: torch.Tensor = mlp(x) + residual
         return total

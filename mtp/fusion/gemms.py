@@ -44,8 +44,8 @@ def store_side_by_side(first: Any, second: Any) -> bool:
         whether it lies there now: not if one is not plain, or if rows of the output would not be aligned.
     """
     if is_quantised(first) and is_quantised(second):
-        _join(first, second, "weight")
-        _join(first, second, "weight_scale")
+        for name in ("weight", "weight_scale", "wide_weight"):
+            _join(first, second, name)
         return True
     if not (is_plain(first) and is_plain(second)) or first.weight.dtype != second.weight.dtype:
         return False
@@ -68,7 +68,8 @@ def product_of_both(first: Any, second: Any, x: torch.Tensor) -> torch.Tensor | 
     if is_quantised(first) and is_quantised(second):
         weight = _side_by_side(first.weight, second.weight)
         scale = _side_by_side(first.weight_scale, second.weight_scale)
-        return None if weight is None or scale is None else fp8_linear(x, weight, scale)
+        wide = _side_by_side(first.wide_weight, second.wide_weight)
+        return None if weight is None or scale is None or wide is None else fp8_linear(x, weight, scale, wide=wide)
     weight = weight_of_both(first, second)
     return None if weight is None else F.linear(x, weight)
 

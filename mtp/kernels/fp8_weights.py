@@ -16,7 +16,10 @@ from mtp.kernels import has_kernels
 
 FP8 = torch.float8_e4m3fn
 MOST_ROWS = 256
-"""Of a product by the kernel. With more it is arithmetic that takes the time, and a library's GEMM is the faster."""
+"""Of a product by the kernel. With more it is arithmetic that takes the time, and a library's GEMM is the faster, even
+though the weight has to be widened for it first."""
+MOST_ROWS_BESIDE_WIDE = 32
+"""The same where the weight is kept in 16 bits, too (`bench/micro/products.py`)."""
 
 # Rows of a weight in one piece, where a copy of it is made.
 PIECE = 16384
@@ -94,7 +97,11 @@ def _dequantise(weight_ptr, scale_ptr, out_ptr, num_columns, BLOCK: tl.constexpr
 
 
 def fp8_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    wide: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`F.linear` with a quantised weight.
 
@@ -103,14 +110,16 @@ def fp8_linear(
         weight: `[channels, columns]` e4m3, contiguous.
         scale: `[channels]` float32, powers of two.
         residual: `[..., channels]`, to be added before anything is rounded.
+        wide: what the weight stands for, in the dtype of `x`, for a product of more rows than the kernel is good for.
 
     Returns:
         `[..., channels]` of the dtype of `x`, memory of its own.
     """
     rows = x.reshape(-1, x.shape[-1])
-    by_kernel = has_kernels(x) and x.element_size() == 2 and len(rows) <= MOST_ROWS and rows.stride(-1) == 1
+    most_rows = MOST_ROWS if wide is None else MOST_ROWS_BESIDE_WIDE
+    by_kernel = has_kernels(x) and x.element_size() == 2 and len(rows) <= most_rows and rows.stride(-1) == 1
     if not by_kernel:
-        return fp8_linear_by_ops(x, weight, scale, residual)
+        return fp8_linear_by_ops(x, weight, scale, residual, wide)
     num_rows, (channels, columns) = len(rows), weight.shape
     out = torch.empty(*x.shape[:-1], channels, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -139,8 +148,17 @@ def fp8_linear(
 
 
 def fp8_linear_by_ops(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    wide: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if wide is not None:
+        if residual is None or x.dim() != 2:
+            out = F.linear(x, wide)
+            return out if residual is None else out + residual
+        return torch.addmm(residual, x, wide.t())
     # In pieces: a head's weight would take a gigabyte for as long as the product takes.
     parts = [
         F.linear(x, dequantise(part, its_scale, x.dtype))

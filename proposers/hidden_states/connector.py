@@ -192,6 +192,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             num_prompt_tokens=request.num_prompt_tokens,
             finish_reason=str(reason),
             request_id=request.request_id,
+            encoding=self.settings.encoding,
         )
         self._number += 1
         token_ids = list(request.all_token_ids[start:stop])
@@ -251,8 +252,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_sinks(self) -> list[Sink]:
         if self.settings.sharded:  # one thread: more would each have a shard of their own
+            logger.warning(
+                "sharded=true: answers name a hidden_states_shard and a hidden_states_name in it, and no "
+                "hidden_states_path, so clients that want a file per request (speculators, ModelOpt) stop with an "
+                "error. Leave sharded out for them."
+            )
             return [ShardSink(self._storage, self.settings.shard_bytes)]
-        return [FileSink(self._storage) for _ in range(self.settings.writer_threads)]
+        return [FileSink(self._storage, self.settings.lock_files) for _ in range(self.settings.writer_threads)]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -362,5 +368,7 @@ def _response(record: Written) -> dict[str, Any]:
     """A request's `kv_transfer_params`, for a record that is in place or that failed."""
     if record.error is not None:
         return {"error": record.error}
-    response = {"hidden_states_path": record.path}
-    return response if record.name is None else response | {"hidden_states_name": record.name}
+    if record.name is None:
+        return {"hidden_states_path": record.path}
+    # Not as a path: clients that want a file per request move or delete theirs, and with a shard others' records.
+    return {"hidden_states_shard": record.path, "hidden_states_name": record.name}

@@ -5,6 +5,7 @@ A file holds one record, or, where its name ends in `.shard.safetensors`, many. 
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from proposers.hidden_states import fp8
 
 SCHEMA = "vllm-mtp-proposers/hidden-states/1"
 CONVENTION = "id i is the residual stream entering layer i; N is the output of the last layer, before the final norm"
@@ -33,6 +36,8 @@ class RecordInfo:
         first_position: the sequence position of row 0; rows are consecutive.
         num_prompt_tokens: of the whole prompt, whether it is in the rows or not.
         finish_reason: why the request ended: `stop`, `length` or `repetition`.
+        encoding: how the hidden states are stored: `plain`, in `dtype`, or `fp8_e4m3`, with scales; `load` gives either
+            in `dtype`.
     """
 
     layer_ids: tuple[int, ...]
@@ -44,6 +49,7 @@ class RecordInfo:
     num_prompt_tokens: int
     finish_reason: str
     request_id: str
+    encoding: str = "plain"
     convention: str = CONVENTION
     schema: str = SCHEMA
 
@@ -83,7 +89,7 @@ def load(path: str | Path, name: str | None = None) -> Record:
     """Reads a record.
 
     Args:
-        path: what `kv_transfer_params["hidden_states_path"]` says.
+        path: what `kv_transfer_params["hidden_states_path"]` says, or `["hidden_states_shard"]`.
         name: what `kv_transfer_params["hidden_states_name"]` says; needed for a shard, and for nothing else.
 
     Raises:
@@ -106,11 +112,22 @@ def load(path: str | Path, name: str | None = None) -> Record:
             info = RecordInfo.from_metadata(metadata)
         except ValueError as error:
             raise ValueError(f"{path} is no record. {error}") from None
-        return Record(file.get_tensor(f"{prefix}hidden_states"), file.get_tensor(f"{prefix}token_ids"), info)
+        hidden_states = file.get_tensor(f"{prefix}hidden_states")
+        if info.encoding == fp8.ENCODING:
+            scales = file.get_tensor(f"{prefix}{fp8.SCALES}")
+            hidden_states = fp8.dequantize(hidden_states, scales, getattr(torch, info.dtype))
+        return Record(hidden_states, file.get_tensor(f"{prefix}token_ids"), info)
 
 
 class RecordDataset(torch.utils.data.Dataset):
-    """The records under a folder, sharded or not, in the order of their paths; what is still being written isn't there.
+    """The records under a folder, sharded or not; what is still being written isn't there.
+
+    They are in the order of their names, numbers in them by their value: with names that count, a record has the index
+    that its sender gave it.
+
+    Attributes:
+        entries: the path of each, and its name in there where that is a shard.
+        names: under the folder, or in a shard.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -120,13 +137,25 @@ class RecordDataset(torch.utils.data.Dataset):
     def __init__(self, folder: str | Path) -> None:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder, so there are no records under it.")
-        self.entries = list(_entries(Path(folder)))
+        named = ((name or _name(Path(folder), path), path, name) for path, name in _entries(Path(folder)))
+        ordered = sorted(named, key=lambda entry: (_by_number(entry[0]), str(entry[1])))
+        self.entries = [(path, name) for _, path, name in ordered]
+        self.names = [name for name, *_ in ordered]
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Record:
         return load(*self.entries[index])
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix().removesuffix(SUFFIX)
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """A key that orders names as one counts: 9 before 10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, str | None]]:

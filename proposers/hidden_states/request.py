@@ -5,9 +5,11 @@ from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
+from proposers.hidden_states import fp8
 from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
 
 RECORDS_PER_FOLDER = 1000
+ENCODINGS = {"model": "plain", "fp8": fp8.ENCODING}
 _MAX_PART_BYTES, _MAX_NAME_BYTES = 200, 1000
 
 
@@ -23,6 +25,8 @@ class Settings:
         shard_seconds: and when its first record has waited that long.
         ring_bytes: host memory between the device and the writers.
         writer_threads: files that are written at the same time; a sharded engine has one.
+        dtype: of the files' rows: `model`, as they are, or `fp8`.
+        lock_files: a `.lock` beside each file, which readers of vLLM's `ExampleHiddenStatesConnector` want to take.
     """
 
     storage_root: str
@@ -32,6 +36,8 @@ class Settings:
     shard_seconds: float = 5.0
     ring_bytes: int = 256 << 20
     writer_threads: int = 4
+    dtype: str = "model"
+    lock_files: bool = False
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Settings":
@@ -50,7 +56,16 @@ class Settings:
                 raise ValueError(f"kv_connector_extra_config has {key}={value!r}, which is no {known[key].__name__}.")
             if known[key] in (int, float) and value <= 0:
                 raise ValueError(f"kv_connector_extra_config has {key}={value}: it has to be above 0.")
+        if extra.get("dtype", "model") not in ENCODINGS:
+            raise ValueError(
+                f"kv_connector_extra_config has dtype={extra['dtype']!r}; there are {', '.join(ENCODINGS)}."
+            )
         return cls(**extra)
+
+    @property
+    def encoding(self) -> str:
+        """As a record states it."""
+        return ENCODINGS[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +138,8 @@ def checked_name(name: Any) -> str:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name is {name!r}, and should be a path under the storage root.")
+    if not name.isprintable():  # before anything is encoded: half a surrogate pair can't be
+        raise ValueError(f"name={name!r} has characters that can't be printed.")
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
         raise ValueError(f"name={name!r} leads out of the storage root. Give a path under it, without '..'.")
@@ -132,8 +149,6 @@ def checked_name(name: Any) -> str:
         )
     if len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"name={name!r} is longer than {_MAX_NAME_BYTES} bytes.")
-    if not name.isprintable():
-        raise ValueError(f"name={name!r} has characters that can't be printed.")
     if f"{name.removesuffix(SUFFIX)}{SUFFIX}".endswith(SHARD_SUFFIX):
         raise ValueError(f"name={name!r} ends in {SHARD_SUFFIX}, which marks files of many records.")
     return name.removesuffix(SUFFIX)

@@ -98,6 +98,27 @@ class Storage:
             os.close(folder)
         return self.root / relative
 
+    def touch(self, relative: str) -> None:
+        """Makes an empty file; one that is there stays.
+
+        Raises:
+            OSError: it couldn't be made.
+        """
+        *folders, name = relative.split("/")
+        folder = self._open_folder(folders)
+        try:
+            os.close(os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644, dir_fd=folder))
+        finally:
+            os.close(folder)
+
+    def make_folder(self, relative: str) -> None:
+        """Makes a folder under the root ahead of what is to be published there.
+
+        Raises:
+            OSError: it couldn't be made.
+        """
+        os.close(self._open_folder(relative.split("/")))
+
     def _open_folder(self, folders: list[str]) -> int:
         """Goes down part by part and follows no link, so that nobody can lead it out of the root."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

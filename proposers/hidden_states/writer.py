@@ -20,12 +20,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from proposers.hidden_states import fp8
 from proposers.hidden_states.record import DTYPES, SCHEMA, SHARD_SUFFIX, RecordInfo, safetensors_header
 from proposers.hidden_states.storage import Storage
 
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
 SHARD_HEADER_BYTES = 1 << 20
+
+# That are made smaller at one time, which takes memory for them in float32.
+ROWS_AT_ONCE = 64
 
 
 class Written(NamedTuple):
@@ -149,22 +153,46 @@ class Job:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all hidden states."""
+        """Bytes of all hidden states, as they come."""
         dtype: torch.dtype = getattr(torch, self.info.dtype)
         return self.info.rows * self.row_shape[0] * self.row_shape[1] * dtype.itemsize
 
     def tensors(self, prefix: str = "") -> list[tuple[str, str, Sequence[int], int]]:
         """The record's tensors as `safetensors_header` wants them."""
-        rows = self.info.rows
-        return [
-            (f"{prefix}token_ids", "I64", (rows,), rows * 8),
-            (f"{prefix}hidden_states", DTYPES[self.info.dtype], (rows, *self.row_shape), self.row_bytes),
-        ]
+        rows, (layers, hidden_size) = self.info.rows, self.row_shape
+        token_ids = (f"{prefix}token_ids", "I64", (rows,), rows * 8)
+        shape = (rows, layers, hidden_size)
+        if self.info.encoding == fp8.ENCODING:
+            return [
+                token_ids,
+                (f"{prefix}hidden_states", "F8_E4M3", shape, rows * layers * hidden_size),
+                (f"{prefix}{fp8.SCALES}", "F32", (rows, layers, 1), rows * layers * 4),
+            ]
+        return [token_ids, (f"{prefix}hidden_states", DTYPES[self.info.dtype], shape, self.row_bytes)]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all hidden states, as they are written."""
+        return sum(num_bytes for *_, num_bytes in self.tensors()[1:])
 
     def chunks(self) -> Generator[memoryview, None, None]:
         """The tensors' bytes in that order. Rows are released when the next is asked for or the iterator closed."""
-        token_ids: Any = torch.tensor(self.token_ids, dtype=torch.int64).numpy()
-        yield memoryview(token_ids).cast("B")
+        yield _bytes_of(torch.tensor(self.token_ids, dtype=torch.int64))
+        with closing(self._rows()) as parts:
+            if self.info.encoding != fp8.ENCODING:
+                for rows in parts:
+                    yield _bytes_of(rows)
+                return
+            scales = []
+            for rows in parts:
+                for some in rows.view(getattr(torch, self.info.dtype)).view(-1, *self.row_shape).split(ROWS_AT_ONCE):
+                    quantized, of_some = fp8.quantize(some)
+                    scales.append(of_some)
+                    yield _bytes_of(quantized)
+            yield from map(_bytes_of, scales)
+
+    def _rows(self) -> Generator[torch.Tensor, None, None]:
+        """The hidden states' bytes as they come, whole rows each."""
         while self.missing:
             part = self.parts.get()
             if part is None:
@@ -173,14 +201,13 @@ class Job:
             self.missing -= len(part.memory)
             try:
                 part.wait()
-                rows: Any = part.memory.numpy()
-                yield memoryview(rows)
+                yield part.memory
             finally:
                 part.region.release()
 
     def drop(self) -> None:
         """Takes what is still to come and releases it."""
-        for _ in self.chunks():
+        for _ in self._rows():
             pass
 
 
@@ -197,10 +224,10 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """A file per record."""
+    """A file per record, with a lock file beside it if somebody wants to take one."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, lock_files: bool = False) -> None:
+        self._storage, self._lock_files = storage, lock_files
 
     def write(self, job: Job) -> list[Written]:
         try:
@@ -218,6 +245,8 @@ class FileSink:
                 _write_all(file, job)
                 _sync(file)
                 num_bytes = file.tell()
+            if self._lock_files:
+                self._storage.touch(f"{job.name}.safetensors.lock")
             return self._storage.publish(temporary, f"{job.name}.safetensors", job.replace), num_bytes
         except BaseException:
             with suppress(OSError):
@@ -229,7 +258,11 @@ class FileSink:
 
 
 class ShardSink:
-    """Many records per file. The header has its room at the start, and is written last."""
+    """Many records per file. The header has its room at the start, and is written last.
+
+    What it needs to be closed it takes when it is opened, so that a disk that fills up meanwhile costs the records that
+    didn't fit and no others.
+    """
 
     def __init__(self, storage: Storage, shard_bytes: int) -> None:
         self._storage, self._shard_bytes = storage, shard_bytes
@@ -255,9 +288,18 @@ class ShardSink:
         return done
 
     def _open(self) -> None:
+        self._storage.make_folder(self._storage.run)
         descriptor, self._temporary = self._storage.create()
-        self._file = os.fdopen(descriptor, "wb")
-        self._file.seek(SHARD_HEADER_BYTES)
+        file = os.fdopen(descriptor, "wb")
+        try:
+            file.write(bytes(SHARD_HEADER_BYTES))
+            _sync(file)
+        except OSError:
+            with suppress(OSError):
+                file.close()
+            self._temporary.unlink()
+            raise
+        self._file = file
         self._records: dict[str, Job] = {}
         self._header_room = SHARD_HEADER_BYTES - len(json.dumps({"schema": SCHEMA})) - 256
         self._opened = time.monotonic()
@@ -293,7 +335,7 @@ class ShardSink:
                 file.close()
             with suppress(OSError):
                 self._temporary.unlink()
-        return [Written(j.info.request_id, str(path), name, None, j.row_bytes) for name, j in records.items()]
+        return [Written(j.info.request_id, str(path), name, None, j.stored_bytes) for name, j in records.items()]
 
     def _close(self, file: Any, records: dict[str, Job]) -> Path:
         tensors = [tensor for name, job in records.items() for tensor in job.tensors(f"{name}.")]
@@ -374,6 +416,11 @@ class Writers:
 
 def log_failure(request_id: str, error: str) -> None:
     logger.error("The hidden states of request %s were not written: %s", request_id, error)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _failed(job: Job, error: Exception) -> Written:

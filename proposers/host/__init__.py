@@ -8,6 +8,7 @@ from proposers.host import (
     loading,
     prefix_cache,
     rejection_sampling,
+    requests,
     routing,
     start_up,
     step_outputs,
@@ -25,6 +26,7 @@ ON: tuple[Patch, ...] = (
     + prefix_cache.PATCHES
     + routing.PATCHES
     + extraction.PATCHES
+    + requests.PATCHES
     + step_outputs.PATCHES
 )
 """In the mode `on` only."""

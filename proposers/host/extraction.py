@@ -14,6 +14,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from proposers.hidden_states.adopted import adopt
 from proposers.hidden_states.plan import (
     CONNECTOR_OF_THE_HOST,
     METHOD,
@@ -42,6 +43,7 @@ NO_TENSORS_BESIDE = "a KVCacheConfig can hold supplementary tensors"
 )
 def draft_nothing(original: Any) -> Any:
     def __post_init__(self: Any) -> None:
+        adopt(self)
         if ExtractionPlan.of(self) is not None:
             check_and_draft_nothing(self)
         original(self)
@@ -105,8 +107,8 @@ def _with_extractor(original: Any) -> Any:
 def _say_who_extracts(vllm_config: Any) -> None:
     if asks_for_hidden_states(vllm_config.speculative_config):
         logger.info(
-            "vLLM's own proposer extracts hidden states, since the configuration names its %s. For "
-            "vllm-mtp-proposers' extraction name HiddenStatesConnector instead.",
+            "vLLM's own proposer extracts hidden states: the configuration names its %s, with settings that "
+            "vllm-mtp-proposers doesn't serve or beside others. For its extraction name HiddenStatesConnector instead.",
             CONNECTOR_OF_THE_HOST,
         )
 

@@ -67,7 +67,7 @@ def test_the_records_of_the_example_can_be_exported_as_the_page_says(trained: tu
     done = run_command([sys.executable, *words])
     assert done.returncode == 0, done.stderr[-4000:]
     assert "60 records for speculators" in done.stdout
-    assert len(list((tmp_path / "out").glob("hs_*.safetensors"))) == 60
+    assert len(list((tmp_path / "out" / "hidden_states").glob("hs_*.safetensors"))) == 60
 
 
 def test_the_program_of_the_page_runs(tmp_path: Path) -> None:

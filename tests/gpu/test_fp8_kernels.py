@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from mtp.kernels import fp8_weights
-from mtp.kernels.fp8_weights import MOST_ROWS, dequantise, fp8_linear, fp8_linear_by_ops, quantise
+from mtp.kernels.fp8_weights import (
+    MOST_ROWS,
+    MOST_ROWS_BESIDE_WIDE,
+    dequantise,
+    fp8_linear,
+    fp8_linear_by_ops,
+    quantise,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -44,6 +51,18 @@ def test_rows_in_more_dimensions_and_more_than_the_kernel_takes() -> None:
     assert torch.equal(fp8_linear(x, weight, scale).flatten(0, 1), fp8_linear(x.flatten(0, 1), weight, scale))
     many = torch.randn(MOST_ROWS + 1, 64, device=DEVICE).bfloat16()
     assert torch.equal(fp8_linear(many, weight, scale), fp8_linear_by_ops(many, weight, scale))
+
+
+def test_many_rows_are_the_products_of_a_weight_that_is_kept_wide() -> None:
+    weight, scale = make_weight(48, 64)
+    wide = dequantise(weight, scale, torch.bfloat16)
+    for num_rows in (MOST_ROWS_BESIDE_WIDE, MOST_ROWS_BESIDE_WIDE + 1):
+        x, residual = (torch.randn(num_rows, size, device=DEVICE).bfloat16() for size in (64, 48))
+        product = fp8_linear(x, weight, scale, residual, wide)
+        torch.testing.assert_close(product, fp8_linear(x, weight, scale, residual), rtol=0.02, atol=0.02)
+        by_library = torch.equal(product, torch.addmm(residual, x, wide.t()))
+        assert by_library or num_rows == MOST_ROWS_BESIDE_WIDE
+    assert torch.equal(fp8_linear(x, weight, scale, None, wide), torch.nn.functional.linear(x, wide))
 
 
 def test_a_quantised_weight_is_near_the_weight_and_its_scales_are_powers_of_two() -> None:

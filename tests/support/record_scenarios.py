@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import RecordDataset, load
@@ -67,9 +68,10 @@ def examine(llm: LLM, output: Any) -> dict[str, Any]:
         "output": len(output.outputs[0].token_ids),
         "reason": output.outputs[0].finish_reason,
     }
-    if not params or "hidden_states_path" not in params:
+    path = (params or {}).get("hidden_states_path") or (params or {}).get("hidden_states_shard")
+    if path is None:
         return facts
-    record = load(params["hidden_states_path"], params.get("hidden_states_name"))
+    record = load(path, params.get("hidden_states_name"))
     info = record.info
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     stop = info.first_position + info.rows
@@ -92,6 +94,15 @@ def generate(llm: LLM, batch: list[list[int]], params: Any) -> list[dict[str, An
     return [examine(llm, output) for output in llm.generate(inputs, params, use_tqdm=False)]
 
 
+def refusal(llm: LLM, params: SamplingParams) -> str:
+    """What is raised for a request of 60 tokens."""
+    try:
+        generate(llm, prompts(60), params)
+    except VLLMValidationError as error:
+        return str(error)
+    return "nothing"
+
+
 def few(llm: LLM, root: str) -> dict[str, Any]:
     """The same for engines that are slow: chunks, decoding side by side, hits, a name that leads out of the root."""
     everything = {"include_output_tokens": True}
@@ -102,7 +113,7 @@ def few(llm: LLM, root: str) -> dict[str, Any]:
             "shared": generate(llm, prompts(3, 40, shared=96), ask(4, **everything)),
             "again": generate(llm, prompts(3, 40, shared=96), ask(4, **everything)),
         },
-        "refused": generate(llm, prompts(20), ask(2, name="../up")),
+        "refused": refusal(llm, ask(2, name="../up")),
         "metrics": metrics(llm),
         "files": files(root),
         "runner": type(runner(llm)).__module__,
@@ -130,17 +141,22 @@ def many(llm: LLM, root: str) -> dict[str, Any]:
     refused = {
         "../up": ask(name="../up"),
         "/absolute": ask(name="/absolute"),
+        "half a surrogate pair": ask(name="a\ud800"),
+        "an empty window": ask(window=[70, 80]),
+        "a window past the last token": ask(window=[67, 80], **everything),
+        "an unknown key": ask(hidden_states_path="x"),
+    }
+    in_vain = {
         "outside/file": ask(name="outside/file"),
         "set/inside/file": ask(name="set/inside/file"),
         "a file for a folder": ask(name="set/one.safetensors/file"),
-        "an empty window": ask(window=[70, 80]),
-        "an unknown key": ask(hidden_states_path="x"),
     }
-    outputs = generate(llm, prompts(*[60] * len(refused)), list(refused.values()))
+    outputs = generate(llm, prompts(*[60] * len(in_vain)), list(in_vain.values()))
     left = connector(llm).peak_host_bytes, connector(llm)._transfer.gathers
     return {
         "batches": batches,
-        "refused": dict(zip(refused, outputs, strict=True)),
+        "refused": {name: refusal(llm, params) for name, params in refused.items()},
+        "in vain": dict(zip(in_vain, outputs, strict=True)),
         "files": files(root),
         "metrics": metrics(llm),
         "peak_bytes": left[0],

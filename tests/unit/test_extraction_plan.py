@@ -8,6 +8,7 @@ from vllm.config import VllmConfig, replace
 from vllm.engine.arg_utils import EngineArgs
 
 from proposers.hidden_states.plan import ExtractionPlan, check_and_draft_nothing
+from proposers.hidden_states.request import Settings
 from proposers.plugin import register
 from tests.support.children import TINY
 from tests.support.engine_arguments import extract
@@ -133,3 +134,39 @@ def test_the_v1_runner_is_asked_for_and_the_user_may_insist_on_the_other(monkeyp
     assert len(reasons()) == 1
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert reasons() == []
+
+
+# Configurations of other connectors.
+
+EXAMPLE = {"kv_connector": "ExampleHiddenStatesConnector"}
+FP8 = {
+    "kv_connector": "FP8HiddenStatesConnector",
+    "kv_connector_module_path": "hs_connectors.fp8_hidden_states_connector",
+}
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "settings"),
+    [
+        (EXAMPLE, {"shared_storage_path": "x"}, {"lock_files": True, "dtype": "model"}),
+        (EXAMPLE, {"shared_storage_path": "x", "use_synchronization_lock": False}, {"lock_files": False}),
+        (FP8, {"shared_storage_path": "x"}, {"lock_files": True, "dtype": "fp8"}),
+    ],
+    ids=["example", "without locks", "fp8 of speculators"],
+)
+def test_configurations_of_trainers_are_served_by_ours(
+    connector: dict[str, Any], extra: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    transfer = connector | {"kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    ours = make_config(engine={"kv_transfer_config": transfer}).kv_transfer_config
+    assert (ours.kv_connector, ours.kv_connector_module_path) == ("HiddenStatesConnector", None)
+    found = Settings.of(ours.kv_connector_extra_config)
+    assert (found.storage_root, {key: getattr(found, key) for key in settings}) == ("x", settings)
+
+
+@pytest.mark.parametrize("extra", [{"allow_custom_save_path": True}, {"something": 1}])
+def test_what_ours_does_not_serve_is_left_as_it_is(extra: dict[str, Any]) -> None:
+    transfer = EXAMPLE | {"kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    config = make_config(engine={"kv_transfer_config": transfer})
+    assert config.kv_transfer_config.kv_connector == "ExampleHiddenStatesConnector"
+    assert ExtractionPlan.of(config) is None

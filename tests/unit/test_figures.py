@@ -17,7 +17,8 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d+\.\d+|\b\d[\d,]*\s?(?:tokens/s|tokens per second|ms\b|µs|%|times\b|x\b)")
 # Releases of vLLM, of models and of this package.
 RELEASES = re.compile(
-    r"\b0\.3[23]\b|\b0\.1\.0\b|Step-3\.5|GLM-4\.5|ERNIE 4\.5|Qwen3\.5|Llama-3\.1|Apache-2\.0|Python 3\.11"
+    r"\b0\.3[23]\b|\b0\.1\.0\b|Step-3\.5|GLM-4\.5|ERNIE 4\.5|Qwen3\.5|Llama-3\.1|Apache-2\.0|Python 3\.11|"
+    r"speculators 0\.9|ModelOpt 0\.4[57](?: to 0\.47)?|SpecForge 0\.2"
 )
 
 

@@ -1,5 +1,6 @@
 """Records without an engine: the format, names, the storage root, the ring and the writers."""
 
+import dataclasses
 import os
 import queue
 import shutil
@@ -24,7 +25,7 @@ from proposers.hidden_states import Record, RecordDataset, RecordInfo, load
 from proposers.hidden_states.request import RecordRequest, Settings, checked_name, generated_name
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
-from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Writers, Written
+from proposers.hidden_states.writer import SHARD_HEADER_BYTES, FileSink, Job, Ring, ShardSink, Writers, Written
 from tests.support.children import child_environment
 from tests.support.record_scenarios import files, no_file_longer_than
 
@@ -84,6 +85,31 @@ def sorted_by_rank(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return sorted(tensors.values(), key=lambda tensor: -tensor.dim())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "shard"])
+def test_a_record_in_eight_bits_says_so_and_comes_back_in_the_models_dtype(
+    dtype: str, sharded: bool, tmp_path: Path
+) -> None:
+    source, storage = store(3, 8, getattr(torch, dtype)), Storage(tmp_path)
+    source.rows[:, :, 1] *= 1e4  # layers differ by orders of magnitude
+    source.rows[0, 0] = 0
+    jobs = [job(f"r{i}", 21, dtype) for i in range(2)]
+    jobs = [dataclasses.replace(j, info=dataclasses.replace(j.info, encoding="fp8_e4m3")) for j in jobs]
+    filled(source, *jobs)
+    results = written(ShardSink(storage, 1 << 30) if sharded else FileSink(storage), *jobs)
+    stored = 21 * len(LAYERS) * (HIDDEN + 4)
+    for result in results:
+        record = load(result.path, result.name)
+        exact = source.rows.flatten(0, 1)[:21].float()
+        assert record.info.encoding == "fp8_e4m3"
+        assert record.hidden_states.dtype is getattr(torch, dtype)
+        # Three bits after the first: half of the last one is a sixteenth. Far below a row's largest, steps are even.
+        tolerance = (exact.abs() / 16).maximum(exact.abs().amax(-1, keepdim=True) / 448 / 512)
+        assert ((record.hidden_states.float() - exact).abs() <= tolerance * 1.1).all()
+        assert torch.equal(record.token_ids, torch.arange(21))
+        assert stored <= result.num_bytes < stored + (0 if sharded else 2000) + sharded
+
+
 def test_a_dataset_has_the_records_of_files_and_shards_and_nothing_unfinished(tmp_path: Path) -> None:
     source, storage = store(4, 8), Storage(tmp_path)
     jobs = [job(f"{place}/{i}", 5 + i) for place in ("z", "a", "shard") for i in range(3)]
@@ -98,6 +124,18 @@ def test_a_dataset_has_the_records_of_files_and_shards_and_nothing_unfinished(tm
     assert len(dataset) == 9
     assert sorted(record.info.request_id for record in loader) == sorted(j.name for j in jobs)
     assert all(isinstance(dataset[i], Record) and len(dataset[i].token_ids) == dataset[i].info.rows for i in range(9))
+
+
+def test_a_dataset_counts_as_its_sender_did(tmp_path: Path) -> None:
+    """By path, 10 comes before 2."""
+    storage, source = Storage(tmp_path), store(2, 8)
+    jobs = [job(f"set/hs_{i}", 3) for i in range(12)]
+    filled(source, *jobs)
+    written(FileSink(storage), *jobs[1::2])
+    written(ShardSink(storage, 1), *jobs[::2])
+    dataset = RecordDataset(tmp_path)
+    assert dataset.names == [j.name for j in jobs]
+    assert [record.info.request_id for record in dataset] == dataset.names
 
 
 def test_what_is_no_record_is_told_apart(tmp_path: Path) -> None:
@@ -130,6 +168,7 @@ def test_what_is_no_record_is_told_apart(tmp_path: Path) -> None:
         ({"storage_root": "x", "storage_roof": "y"}, "has storage_roof; there are storage_root, include"),
         ({"storage_root": "x", "sharded": 1}, "sharded=1, which is no bool"),
         ({"storage_root": "x", "ring_bytes": True}, "ring_bytes=True, which is no int"),
+        ({"storage_root": "x", "dtype": "fp4"}, "dtype='fp4'; there are model, fp8"),
         ({"storage_root": "x", "writer_threads": 0}, "writer_threads=0: it has to be above 0"),
     ],
 )
@@ -291,6 +330,17 @@ def test_a_record_that_does_not_fit_is_cut_off_its_shard_and_the_others_stay(tmp
     rows = load(good[1].path, "two").hidden_states
     assert torch.equal(rows, source.rows.flatten(0, 1)[:10])
     assert len(files(tmp_path)) == 1
+
+
+def test_a_shard_has_the_room_of_its_header_from_the_start(tmp_path: Path) -> None:
+    """A hole is filled when the shard is closed, and on a disk that is full by then all its records would be lost."""
+    storage, source, one = Storage(tmp_path), store(2, 8), job("one", 3)
+    sink = ShardSink(storage, 1 << 30)
+    filled(source, one)
+    sink.write(one)
+    (unfinished,) = storage._folder.glob("*.tmp")
+    assert unfinished.stat().st_blocks * 512 >= SHARD_HEADER_BYTES
+    assert (tmp_path / storage.run).is_dir()
 
 
 def test_a_shard_that_cannot_be_closed_fails_all_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
