@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from bench import compare, cost, demo, extract, gpu, oracle, serve
+from bench import compare, cost, demo, extract, gpu, oracle, prefix, serve
 
 COMMANDS = {
     "compare": compare,
@@ -12,6 +12,7 @@ COMMANDS = {
     "extract": extract,
     "gpu": gpu,
     "oracle": oracle,
+    "prefix": prefix,
     "serve": serve,
 }
 

@@ -70,3 +70,25 @@ def choose_runner_from_environment() -> None:
     """Chooses, in a child process, the runner that its parent has put into the environment (`choose_runner`)."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         choose_runner("v2")
+
+
+def run_recurrent_states() -> None:
+    """Engines of this process on a CPU can keep recurrent states in the prefix cache, and draft beside them.
+
+    To be called before vLLM is first imported; nothing is done where there is a GPU. The states are copied between
+    blocks by Triton kernels. What updates one request's state alone refuses the stride of its single index.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    interpret_triton()
+    from vllm import _custom_ops
+
+    update = _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu
+
+    def update_with_plain_indices(*, initial_state_indices: Any, **kwargs: Any) -> Any:
+        plain = initial_state_indices.clone(memory_format=torch.contiguous_format)
+        return update(initial_state_indices=plain, **kwargs)
+
+    _custom_ops.fused_sigmoid_gating_delta_rule_update_cpu = update_with_plain_indices

@@ -22,12 +22,15 @@ class Options:
             is. Larger ones are run eagerly.
         adapt_drafts: the number of drafts of each step is chosen by measured step times and acceptance, from 0 to the
             configured number (`proposers/adaptive.py`).
+        prefix_keys: keys of the prefix cache have the tokens that a draft's rows depend on, whoever drafts, and no hit
+            loses its last block (`proposers/lookahead.py`).
         draft_weights: "fp8": the draft's linear layers and heads get weights of 8 bits; None: as they are loaded.
         draft_vocabulary: a file of the tokens that are drafted (`proposers/draft_vocabulary.py`); None: all.
     """
 
     captured_rows: int = 2048
     adapt_drafts: bool = False
+    prefix_keys: bool = True
     draft_weights: str | None = None
     draft_vocabulary: str | None = None
 
@@ -53,8 +56,9 @@ class Options:
         rows = options.captured_rows
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise ValueError(f"additional_config has captured_rows={rows!r}: give a number of rows, or 0 for none.")
-        if not isinstance(options.adapt_drafts, bool):
-            raise ValueError(f"additional_config has adapt_drafts={options.adapt_drafts!r}: give true or false.")
+        for name in ("adapt_drafts", "prefix_keys"):
+            if not isinstance(value := getattr(options, name), bool):
+                raise ValueError(f"additional_config has {name}={value!r}: give true or false.")
         if options.draft_weights not in (None, *WEIGHTS):
             raise ValueError(
                 f"{KEY} has draft_weights={options.draft_weights!r}: give {' or '.join(WEIGHTS)}, or leave it out for "

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: there is no model, or arguments under which nothing would be checked.
     """
-    from bench.interpreter import choose_runner
+    from bench.interpreter import choose_runner, run_recurrent_states
     from bench.oracle.driver import run_schedules
 
     if args.modules is not None and args.modules < 1:
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         tiny = TINY_CHECKPOINTS.get(args.architecture)
         args.dtype = args.dtype or (tiny.dtype if tiny else "float32")
         choose_runner(args.runner)
+        if tiny and tiny.cached:
+            run_recurrent_states()
         for module in args.imports or ():
             importlib.import_module(module)
         report = run_schedules(
@@ -122,13 +124,14 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
         setup
         for setup in SETUPS
         if (not gpus or setup.ranks <= gpus)  # a rank needs a GPU of its own
-        and (args.runner == "v1" or setup.v2)
+        and (setup.v1 if args.runner == "v1" else setup.v2)
         and (args.dtype == "float32" or setup.ranks == 1)
         # The rows of an extractor are looked at by a hook, which a replay doesn't run.
         and not (args.graphs and (setup.extracts or setup.collects))
         and (gpus or setup.checkpoint != "narrow")
         and (setup.any_model or architecture_of(model) == setup.architecture)
         and not (tiny and tiny.recurrent and (setup.k_by_batch or setup.adaptive or not setup.hybrid))
+        and not (tiny and tiny.recurrent and setup.prefixes and not tiny.cached)
     ]
     chosen = [setup for setup in fitting if not args.setup or setup.name in args.setup]
     if not chosen:

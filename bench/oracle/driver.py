@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from bench.oracle import prefixes
 from bench.oracle.ranks import add_ranks, run_on_ranks
 from bench.oracle.replayed import replaying
 from bench.oracle.report import Report
@@ -117,9 +118,21 @@ class Request:
     joined: int
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that has ended, with all its tokens."""
+
+    tokens: list[int]
+    sampled: bool
+
+
 @dataclass
 class ScheduleRun:
-    """One schedule on one engine; `run` plays it to its end, and aborts the requests that are left."""
+    """One schedule on one engine; `run` plays it to its end, and aborts the requests that are left.
+
+    Attributes:
+        finished: the requests without a salt that have ended.
+    """
 
     engine: Engine
     setup: Setup
@@ -129,6 +142,7 @@ class ScheduleRun:
     num_steps: int
     plans: list[RequestPlan]
     active: dict[str, Request] = field(default_factory=dict)
+    finished: list[Finished] = field(default_factory=list)
 
     def run(self) -> None:
         self.watcher.start_schedule()
@@ -146,7 +160,24 @@ class ScheduleRun:
         self.engine.llm.reset_prefix_cache()
         self.watcher.report.schedules += 1
 
+    def _follow_on(self, plan: RequestPlan) -> RequestPlan:
+        """The plan with the tokens of the latest request that its prompt can go on with; without one as it is."""
+        room = self.setup.max_model_len - len(plan.prompt) - plan.max_tokens
+        for last in reversed(self.finished):
+            if len(last.tokens) <= room and len(last.tokens) > self.setup.block_size:
+                kind = prefixes.SAMPLED if last.sampled else prefixes.GREEDY
+                return replace(plan, prompt=[*last.tokens, *plan.prompt], parting=kind)
+        return plan
+
+    def _reset_prefix_cache(self) -> None:
+        """Those that run are preempted, and begin again without a hit."""
+        self.watcher.report.events.resets += self.engine.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
     def _join(self, plan: RequestPlan, step: int) -> None:
+        if plan.follows:
+            plan = self._follow_on(plan)
+        if plan.resets:
+            self._reset_prefix_cache()
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -160,8 +191,11 @@ class ScheduleRun:
             structured_outputs=None if plan.grammar is None else StructuredOutputsParams(regex=plan.grammar),
         )
         name = f"{self.name} request {step}.{len(self.active)}"
-        request_id = self.engine.engine.add_request(name, {"prompt_token_ids": plan.prompt}, params)
+        prompt = {"prompt_token_ids": plan.prompt} | ({"cache_salt": plan.salt} if plan.salt else {})
+        request_id = self.engine.engine.add_request(name, prompt, params)
         self.active[request_id] = Request(plan, step)
+        if plan.parting is not None:
+            self.watcher.partings[request_id] = plan.parting
         if plan.diverging:
             self.watcher.diverging.add(request_id)
         events = self.watcher.report.events
@@ -192,6 +226,8 @@ class ScheduleRun:
         if followed is not None:
             seen = followed.tokens[: len(tokens)]
             assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
+        if plan.salt is None:
+            self.finished.append(Finished(tokens, plan.temperature > 0))
         events = self.watcher.report.events
         events.leaves += 1
         events.stops += output.outputs[0].finish_reason == "stop"

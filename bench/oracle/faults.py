@@ -164,6 +164,16 @@ def half_block_size(engine: Engine) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def hosts_chunk_ends(engine: Engine) -> AbstractContextManager[Any]:
+    """vLLM's own proposer gives the end of a prompt's chunk the prompt's last token, as it is without this package."""
+    return mock.patch("proposers.v1.chunk_ends", return_value=None)
+
+
+def hosts_limit(engine: Engine) -> AbstractContextManager[Any]:
+    """vLLM's runner leaves its own proposer's passes out near the end of the context, as without this package."""
+    return mock.patch("proposers.host.drafting.keyed_lookahead", return_value=0)
+
+
 FAULTS: dict[str, Plant] = {
     "none": none,
     "module_0_only": module_0_only,
@@ -177,4 +187,6 @@ FAULTS: dict[str, Plant] = {
     "no_slots_for_module_1": no_slots_for_module_1,
     "padding_drafts_ahead": padding_drafts_ahead,
     "half_block_size": half_block_size,
+    "hosts_chunk_ends": hosts_chunk_ends,
+    "hosts_limit": hosts_limit,
 }

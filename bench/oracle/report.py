@@ -19,10 +19,18 @@ MAX_MISMATCHES = 20
 
 @dataclass
 class Events:
-    """What the schedules made happen; `rejections` counts requests' passes by the number of rejected drafts."""
+    """What the schedules made happen.
+
+    Attributes:
+        rejections: requests' passes, by the number of rejected drafts.
+        partings: prefix hits of requests that were planned to have one, by how they part from the requests before them
+            (`bench.oracle.prefixes`).
+    """
 
     chunk_boundaries: int = 0
     rejections: dict[int, int] = field(default_factory=dict)
+    partings: dict[str, int] = field(default_factory=dict)
+    resets: int = 0
     grammar_cuts: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
@@ -53,6 +61,7 @@ class Report:
             reuse such a request's blocks: not checked.
         rows_excused: mismatches of requests where the engine took another of two equal experts (`ROUTING_TOLERANCES`).
         slots_checked: one per KV cache group of the proposer and row of the target (`bench/oracle/slots.py`).
+        hits_mismatched: prefix hits of requests that may share nothing, since their salt is their own.
         drafts_unchecked: sampled drafts, and those beyond the last module without a reference for them.
         max_abs_error: over the rows of requests without a mismatch.
         max_target_error: over the target's hidden states, which the modules start from.
@@ -73,6 +82,7 @@ class Report:
     slots_mismatched: int = 0
     drafts_checked: int = 0
     drafts_mismatched: int = 0
+    hits_mismatched: int = 0
     draft_ties: int = 0
     drafts_unchecked: int = 0
     max_abs_error: float = 0.0
@@ -88,7 +98,8 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        return self.rows_mismatched == self.drafts_mismatched == self.slots_mismatched == 0
+        wrong = (self.rows_mismatched, self.drafts_mismatched, self.slots_mismatched, self.hits_mismatched)
+        return wrong == (0, 0, 0, 0)
 
     def note_slots(self, compared: int, wrong: int) -> None:
         """Counts slots of the target's rows that were compared with the host's, and those that differ."""
@@ -99,6 +110,9 @@ class Report:
 
     def note_rejected(self, count: int, passes: int = 1) -> None:
         self.events.rejections[count] = self.events.rejections.get(count, 0) + passes
+
+    def note_parting(self, kind: str, hits: int = 1) -> None:
+        self.events.partings[kind] = self.events.partings.get(kind, 0) + hits
 
     def note_wrong_rows(self, module: int, count: int) -> None:
         self.rows_mismatched += count
@@ -131,6 +145,9 @@ class Report:
             if name == "rejections":
                 for rejected, passes in count.items():
                     self.note_rejected(int(rejected), passes)
+            elif name == "partings":
+                for kind, hits in count.items():
+                    self.note_parting(kind, hits)
             else:
                 setattr(self.events, name, getattr(self.events, name) + count)
         for module, count in other["mismatched_by_module"].items():
@@ -144,7 +161,8 @@ class Report:
         plain["tolerance"] = self.tolerance
         plain["first_mismatch"] = self.first_mismatch
         plain["mismatched_by_module"] = dict(sorted(self.mismatched_by_module.items()))
-        plain["events"]["rejections"] = dict(sorted(self.events.rejections.items()))
+        for name in ("rejections", "partings"):
+            plain["events"][name] = dict(sorted(getattr(self.events, name).items()))
         return plain
 
 

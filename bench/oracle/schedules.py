@@ -19,10 +19,13 @@ class Setup:
         spare: positions that the engine has after the longest request.
         adaptive: a controller chooses the drafts of each step, by a clock that has no rhyme or reason.
         k_by_batch: `(from, to, drafts)` by number of scheduled requests; None: always `k`.
+        block_size: of the groups, tokens.
         num_blocks: of the whole KV cache, of all groups together.
         crowd: most requests come at once with short prompts and long outputs, so that they outgrow few blocks together
             and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
+        prefixes: requests share what they begin with, in all the ways that there are (`bench/oracle/prefixes.py`).
+        hash_algorithm: of the prefix cache's keys.
         checkpoint: `tiny`; `wide`, the same with KV cache groups that differ in their block size
             (`variants.widen_sliding_layers`); `mimo`, a model of one module; `narrow`, a MiMo-V2 with narrower values
             (`variants.narrow_values`), which no attention on a CPU has.
@@ -30,8 +33,9 @@ class Setup:
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
         overlapped: steps are scheduled before the one before them has told its tokens.
         compiled: the host compiles the models, where it would.
+        host: vLLM's own proposer drafts, as it does for an architecture that this package doesn't know.
         replayed: decode batches go through a graph's inputs (`bench/oracle/replayed.py`).
-        v2: also for vLLM's V2 model runner: what a setup is for is there too, and drafted for by this package.
+        v1, v2: for vLLM's V1 and V2 model runners: what a setup is for is there too, and drafted for by this package.
         cheap: drafts read weights of 8 bits and are out of a part of the vocabulary (`variants.drafted_tokens`).
         hybrid: False: all layers in one KV cache group, whatever their attention, as with most KV connectors.
         extracts: the engine drafts nothing and keeps the hidden states of these layers.
@@ -52,12 +56,17 @@ class Setup:
     num_blocks: int = 200
     crowd: bool = False
     prefix_caching: bool = True
+    prefixes: bool = False
+    hash_algorithm: str = "sha256"
+    block_size: int = BLOCK_SIZE
     checkpoint: Literal["tiny", "wide", "mimo", "narrow"] = "tiny"
     hidden_states_flow: bool = True
     grammars: float = 0.0
     overlapped: bool = False
     compiled: bool = False
+    host: bool = False
     replayed: bool = False
+    v1: bool = True
     v2: bool = True
     cheap: bool = False
     hybrid: bool = True
@@ -89,13 +98,14 @@ class Setup:
             "dtype": dtype,
             "enforce_eager": not graphs and not self.compiled,
             **({"compilation_config": captured} if graphs else {}),
-            "block_size": BLOCK_SIZE,
+            "block_size": self.block_size,
             "max_model_len": self.max_model_len + self.spare,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_batched_tokens,
             "long_prefill_token_threshold": self.chunk,
             "num_gpu_blocks_override": self.num_blocks,
             "enable_prefix_caching": self.prefix_caching,
+            "prefix_caching_hash_algo": self.hash_algorithm,
             "disable_hybrid_kv_cache_manager": not self.hybrid,
             "speculative_config": speculative,
             "kv_transfer_config": self._connector(storage) if self.collects else None,
@@ -163,6 +173,14 @@ SETUPS = (
     Setup("one module", checkpoint="mimo", max_batched_tokens=48),
     Setup("one module, preemption", checkpoint="mimo", num_blocks=18, crowd=True),
     Setup("one module, K by batch", checkpoint="mimo", k_by_batch=((1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 6, 2))),
+    Setup("prefixes", prefixes=True, max_batched_tokens=96),
+    Setup("prefixes, few blocks", prefixes=True, num_blocks=48, chunk=40, hash_algorithm="sha256_cbor"),
+    Setup("prefixes, overlapped", prefixes=True, overlapped=True, k=6, hash_algorithm="xxhash"),
+    Setup("prefixes, one module", checkpoint="mimo", prefixes=True, chunk=40, hash_algorithm="xxhash_cbor"),
+    Setup("prefixes, vLLM's own", checkpoint="mimo", host=True, prefixes=True, chunk=40),
+    Setup("prefixes, vLLM's own modules", host=True, prefixes=True, v1=False),
+    Setup("vLLM's own", checkpoint="mimo", host=True, max_batched_tokens=48),
+    Setup("vLLM's own, to the end", checkpoint="mimo", host=True, max_model_len=96, max_batched_tokens=96),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
@@ -224,6 +242,10 @@ class RequestPlan:
         abort_after: it is aborted that many steps later, if it is still there; None: never.
         diverging: the prompt leaves an earlier one's right after a block.
         grammar: a regular expression that the output must follow, and which may end it.
+        parting: how it is to part from the requests before it (`bench/oracle/prefixes.py`).
+        follows: its prompt begins with all tokens of the last request that finished before it came.
+        salt: of its keys in the prefix cache.
+        resets: the prefix cache is reset before it comes.
     """
 
     step: int
@@ -232,8 +254,12 @@ class RequestPlan:
     temperature: float
     stop_token_ids: list[int]
     abort_after: int | None
-    diverging: bool
+    diverging: bool = False
     grammar: str | None = None
+    parting: str | None = None
+    follows: bool = False
+    salt: str | None = None
+    resets: bool = False
 
 
 def plan_schedule(
@@ -245,6 +271,10 @@ def plan_schedule(
         texts: token streams, each longer than `max_model_len`, to cut prompts from.
         stops: tokens that are frequent enough to end a request now and then.
     """
+    if setup.prefixes:
+        from bench.oracle.prefixes import plan_prefixes
+
+        return plan_prefixes(rng, setup, texts)
     num_steps = rng.randint(40 if setup.crowd else 10, 60)
     prefix = _cut(rng, texts, setup.max_model_len)
     count = rng.randint(setup.max_num_seqs if setup.crowd else 1, 3 + 2 * setup.max_num_seqs)

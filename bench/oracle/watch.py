@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.oracle import prefixes
 from bench.oracle.cache import ModuleCache, module_caches
 from bench.oracle.replayed import count_replays
 from bench.oracle.report import ROUTING_TOLERANCES, Report
@@ -68,6 +69,7 @@ class Watcher:
         forget_rate: how often a reference is thrown away and computed anew.
         greedy_drafts: drafts are never sampled; otherwise those of requests with a temperature are not compared.
         diverging: ids of requests whose prompt leaves an earlier one right after a block.
+        partings: of requests that were planned to share a prefix, by id, how they do (`bench/oracle/prefixes.py`).
     """
 
     runner: Any
@@ -79,6 +81,7 @@ class Watcher:
     forget_rate: float = 0.02
     greedy_drafts: bool = True
     diverging: set[str] = field(default_factory=set)
+    partings: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.view = view_of(self.runner)
@@ -98,6 +101,7 @@ class Watcher:
         self._last_k = None
         self.followed.clear()
         self.diverging.clear()
+        self.partings.clear()
 
     # Hooks.
 
@@ -202,6 +206,7 @@ class Watcher:
             followed.start = view.first
             events.prefix_hits += view.first > 0
             events.prefix_hits_diverging += view.first > 0 and view.request_id in self.diverging
+            self._note_parting(view, resumed)
         known = followed.tokens
         # Tokens of steps whose pass the host left out.
         known += self.view.known_tokens(view.request_id)[1][len(known) : view.first + 1]
@@ -219,6 +224,15 @@ class Watcher:
             known.append(view.next_token)
         followed.next_row = view.last + 1
         return followed
+
+    def _note_parting(self, view: RequestPass, resumed: bool) -> None:
+        kind = self.partings.get(view.request_id)
+        if kind is None or view.first == 0 or resumed:
+            return
+        self.report.note_parting(kind)
+        if kind == prefixes.ALONE:
+            self.report.hits_mismatched += 1
+            self.report.note_mismatch(f"Request {view.request_id} begins at row {view.first} under a salt of its own.")
 
     def _followed(self, request_id: str) -> Followed:
         if request_id not in self.followed:

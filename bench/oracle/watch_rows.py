@@ -20,12 +20,13 @@ class RowsWatcher:
     """Follows the extractor of one engine, in place of a drafter's `Watcher`.
 
     Attributes:
-        diverging, followed: as of `Watcher`; nothing is done with them here.
+        diverging, partings, followed: as of `Watcher`; nothing is done with them here.
     """
 
     runner: Any
     report: Report
     diverging: set[str] = field(default_factory=set)
+    partings: dict[str, str] = field(default_factory=dict)
     followed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -35,6 +36,7 @@ class RowsWatcher:
     def start_schedule(self) -> None:
         self.report.start_schedule()
         self.diverging.clear()
+        self.partings.clear()
 
     def _check_forward(self, model: Any, args: Any, output: Any) -> None:
         extractor = self.runner.hidden_states_extractor

@@ -45,6 +45,7 @@ class TinyCheckpoint:
         dtype: of the oracle's engines.
         setup: fields of the oracle's setups that its engines need (`bench.oracle.schedules.Setup`).
         recurrent: its target has layers with states: they are in no KV cache group with others, and see `HYBRID`.
+        cached: its states can be in the prefix cache: `bench.interpreter.run_recurrent_states` comes first.
         blocks: how many KV cache blocks engines get that are to run out of them, of those of the tiny Step-3.5, whose
             layers lie in three groups.
     """
@@ -53,12 +54,20 @@ class TinyCheckpoint:
     dtype: str = "float32"
     setup: dict[str, Any] = field(default_factory=dict)
     recurrent: bool = False
+    cached: bool = False
     blocks: float = 0.55
 
 
 # Delta nets are bfloat16's alone. On vLLM's CPU build their states have no prefix cache, and go wrong in a step of
 # fewer drafts than are configured, as there are where requests reach the end of the context.
 HYBRID: dict[str, Any] = {"dtype": "bfloat16", "setup": {"prefix_caching": False, "spare": 16}, "recurrent": True}
+
+# With blocks that are short enough for some in a prompt; a step takes more than one.
+CACHED: dict[str, Any] = {
+    **HYBRID,
+    "setup": {"spare": 16, "block_size": 128, "max_model_len": 480, "max_batched_tokens": 288, "chunk": 0},
+    "cached": True,
+}
 
 TINY_CHECKPOINTS = {
     "mimo": TinyCheckpoint(_from("mimo_checkpoint:write_checkpoint")),
@@ -69,6 +78,8 @@ TINY_CHECKPOINTS = {
     "ernie4.5-moe": TinyCheckpoint(_from("ernie4_5_moe_checkpoint:write_checkpoint")),
     "qwen3.5": TinyCheckpoint(_from("qwen3_5_checkpoint:write_checkpoint"), **HYBRID),
     "qwen3.5-two-modules": TinyCheckpoint(_from("qwen3_5_checkpoint:write_two_modules"), **HYBRID),
+    "qwen3.5-cached": TinyCheckpoint(_from("qwen3_5_checkpoint:write_short_blocks"), **CACHED),
+    "qwen3.5-cached-two-modules": TinyCheckpoint(_from("qwen3_5_checkpoint:write_short_blocks_of_two"), **CACHED),
 }
 
 

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "linear_conv_kernel_dim": KERNEL,
     "attn_output_gate": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
@@ -37,25 +37,40 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_checkpoint(folder: Path, modules: int = 1) -> str:
-    """Writes the checkpoint and returns its path."""
+def write_checkpoint(folder: Path, modules: int = 1, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM) -> str:
+    """Writes the checkpoint and returns its path.
+
+    Args:
+        kv_heads, head_dim: of the full layers. The more a token's row takes there, the shorter are vLLM's blocks, which
+            hold as many rows as a state takes.
+    """
     weights = TinyWeights(HIDDEN, zero_centered=True)
     weights.ends(VOCAB)
     _delta_net(weights, "model.layers.0")
     for layer in ("model.layers.1", *(f"mtp.layers.{module}" for module in range(modules))):
-        weights.attention(layer, HEADS, KV_HEADS, HEAD_DIM, head_norms=True)
-        weights.linear(f"{layer}.self_attn.q_proj", 2 * HEADS * HEAD_DIM, HIDDEN)  # with the gates of the heads
+        weights.attention(layer, HEADS, kv_heads, head_dim, head_norms=True)
+        weights.linear(f"{layer}.self_attn.q_proj", 2 * HEADS * head_dim, HIDDEN)  # with the gates of the heads
         weights.mlp(f"{layer}.mlp", INNER)
     weights.gains("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
     weights.projection("mtp.fc")
     for name, tensor in weights.tensors.items():
         # Engines have it in bfloat16, and the reference is to start from the same weights.
         weights.tensors[name] = tensor if name.endswith("A_log") else tensor.bfloat16()
-    return weights.save(folder, CONFIG | {"mtp_num_hidden_layers": modules})
+    sizes = {"num_key_value_heads": kv_heads, "head_dim": head_dim, "mtp_num_hidden_layers": modules}
+    return weights.save(folder, CONFIG | sizes)
 
 
 def write_two_modules(folder: Path) -> str:
     return write_checkpoint(folder, modules=2)
+
+
+def write_short_blocks(folder: Path, modules: int = 1) -> str:
+    """One whose blocks are short enough for several in a prompt of its context."""
+    return write_checkpoint(folder, modules, kv_heads=2, head_dim=64)
+
+
+def write_short_blocks_of_two(folder: Path) -> str:
+    return write_short_blocks(folder, modules=2)
 
 
 def _delta_net(weights: TinyWeights, layer: str) -> None:

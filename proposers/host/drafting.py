@@ -11,6 +11,7 @@ from typing import Any
 from proposers.architecture import Architecture, architecture_of, why_left_to_the_host, why_not_on_v2
 from proposers.host import rejection_sampling
 from proposers.host.patching import apply_patches, patch, stand_in
+from proposers.lookahead import keyed_lookahead
 from proposers.options import FROM_ENVIRONMENT, Options
 
 logger = logging.getLogger("vllm.proposers")
@@ -125,7 +126,8 @@ def build_speculator(original: Any) -> Any:
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
     ("self", "common_attn_metadata"),
     why="one request within K tokens of max_model_len, or of a draft's own shorter limit, makes the runner skip the "
-    "pass for the whole batch, which leaves holes in everyone's draft cache; our passes pad what lies past the limit.",
+    "pass for the whole batch, which leaves holes in everyone's draft cache; our passes pad what lies past the limit, "
+    "and so do those of vLLM's own that write rows which the prefix cache's keys vouch for.",
     upstream="vllm-project/vllm#58080",
     until="the runner leaves positions past the limit to the drafter",
 )
@@ -133,9 +135,13 @@ def draft_up_to_the_limit(original: Any) -> Any:
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
         from proposers.v1 import MultiGroupProposer
 
-        if not isinstance(self.drafter, MultiGroupProposer):
-            return original(self, common_attn_metadata)
-        return common_attn_metadata is not None
+        if common_attn_metadata is None:
+            return False
+        return (
+            isinstance(self.drafter, MultiGroupProposer)
+            or original(self, common_attn_metadata)
+            or keyed_lookahead(self.vllm_config) > 0
+        )
 
     return _input_fits_in_drafter
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from vllm.v1.request import Request
 from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
 from tests.support import scenarios
 from tests.support.engine_arguments import mtp
-from tests.support.forked_engine import run
+from tests.support.forked_engine import Run, run
+from tests.support.tiny_models import SIZES, write_eagle, write_model
 
 BLOCK = 4
 
@@ -74,9 +76,10 @@ class CoordinatorSpy:
     """What `look_ahead_in_prefix_cache` touches of the host's coordinator."""
 
     num_reprefillable_tokens = 2
+    enable_partial_hash_hits = False
 
     def __init__(self) -> None:
-        self.block_pool = type("Pool", (), {"hash_block_size": BLOCK})
+        self.block_pool = SimpleNamespace(hash_block_size=BLOCK, cache_partial_block=lambda **given: given)
         self.asked: list[int] = []
         self.single_type_managers = [ManagerSpy(), ManagerSpy()]
 
@@ -118,3 +121,34 @@ def test_a_prompt_is_found_again_whatever_its_length(v2: bool) -> None:
     hits = run(scenarios.resent, engine, v2=v2, lengths=lengths).value["hits"]
     blocks = [(length - 3) // scenarios.BLOCK * scenarios.BLOCK for length in lengths]
     assert hits == blocks
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def eagle_run(llama: str, folder: Path, method: str, **more: Any) -> Run:
+    draft = {"method": method, "model": write_eagle(folder, method), "num_speculative_tokens": 2}
+    engine = {"model": llama, "speculative_config": draft, "max_num_batched_tokens": 40, "skip_tokenizer_init": True}
+    return run(scenarios.rows_after_hits, engine | more, vocab_size=SIZES["vocab_size"])
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_rows_of_eagle_after_a_hit_are_those_of_a_run_from_scratch(llama: str, tmp_path: Path, method: str) -> None:
+    done = eagle_run(llama, tmp_path, method)
+    for name, blocks in {"parting": 1, "again": 3}.items():
+        found = done.value[name]
+        # The first block that follows is the other's: its last row was made of another token.
+        assert found["hits"] == blocks * scenarios.BLOCK, name
+        assert found["furthest"] < 1e-4, name
+        assert found["tokens"], name
+    assert "keys have the tokens after a block that the draft's rows depend on (1)" in done.log
+
+
+def test_the_keys_can_be_turned_off_and_then_each_hit_loses_a_block(llama: str, tmp_path: Path) -> None:
+    done = eagle_run(llama, tmp_path, "eagle", additional_config={"mtp_proposers": {"prefix_keys": False}})
+    assert done.value["again"]["hits"] == 2 * scenarios.BLOCK
+    # Nor are rows at the ends of chunks what they should be; that is vLLM's own.
+    assert "keeps vLLM's keys" in done.log
+    assert "additional_config turns them off. Every hit loses its last block" in done.log

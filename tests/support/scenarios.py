@@ -10,6 +10,8 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
+from bench.oracle.cache import module_caches
+from bench.oracle.runners import view_of
 from bench.workers.engine import drafter_of
 from mtp.fusion import blocks
 from mtp.fusion.gemms import weight_of_both
@@ -366,3 +368,45 @@ def dummy_runs(llm: LLM) -> dict[str, Any]:
     for caches in (True, False):
         runner(llm)._dummy_run(16, skip_attn=caches, is_profile=caches)
     return {"tokens": before, "again": greedy(llm, prompts, 12), **state(llm)}
+
+
+def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
+    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache (V1).
+
+    It parts from the prompt before it right after a block, and in chunks.
+    """
+    view = view_of(runner(llm))
+    (cache,) = module_caches(view)
+    propose, sample_tokens, rows = view.drafter.propose, view.runner.sample_tokens, []
+
+    def noting_sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        view.scheduled = view.runner.execute_model_state.scheduler_output
+        return sample_tokens(*args, **kwargs)
+
+    view.runner.sample_tokens = noting_sample_tokens
+
+    def reading_propose(*args: Any, **kwargs: Any) -> Any:
+        request = view.read_pass(*args, **kwargs).requests[0]
+        drafts = propose(*args, **kwargs)
+        rows[:] = [torch.cat(cache.read(view.block_table(cache.group, 0), 0, request.last + 1), dim=-1)]
+        return drafts
+
+    view.drafter.propose = reading_propose
+    draw = random.Random(0)
+    first, other = ([draw.randrange(1, vocab_size) for _ in range(3 * BLOCK + 9)] for _ in range(2))
+    second = [*first[: 2 * BLOCK], *other[: BLOCK + 5]]
+
+    def play(*prompts: list[int]) -> tuple[torch.Tensor, list[int], int]:
+        llm.reset_prefix_cache()
+        before = metrics(llm)["prefix_cache_hits"]
+        tokens = [greedy(llm, [prompt], 6)[0] for prompt in prompts]
+        return rows[0], tokens[-1], metrics(llm)["prefix_cache_hits"] - before
+
+    scratch, tokens, _ = play(second)
+    result: dict[str, Any] = {}
+    # A longer prompt hits what the second has finished, or what the first has.
+    for name, prompts in {"parting": [first, second], "again": [second, second]}.items():
+        found, same_tokens, hits = play(*prompts)
+        furthest = float((found - scratch).abs().max() / scratch.abs().max()) if found.shape == scratch.shape else None
+        result[name] = {"furthest": furthest, "hits": hits, "tokens": same_tokens == tokens}
+    return result | state(llm)

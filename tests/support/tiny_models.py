@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bench.reference.mimo_checkpoint import write_checkpoint
+from bench.reference.tiny import TinyWeights
 
 # Tiny models as transformers makes them: three layers, so that the last one is not the second.
 SIZES: dict[str, Any] = {
@@ -61,3 +62,22 @@ def write_model(family: str, folder: Path) -> str:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def write_eagle(folder: Path, method: str) -> str:
+    """Writes a draft of one layer for the tiny Llama, as EAGLE or as EAGLE-3 has it, and returns its path."""
+    hidden, vocab, heads, head_dim = SIZES["hidden_size"], SIZES["vocab_size"], SIZES["num_attention_heads"], 32
+    weights = TinyWeights(hidden)
+    layer, takes, width = ("midlayer", 3, 2 * hidden) if method == "eagle3" else ("layers.0", 2, hidden)
+    for name, rows in (("q_proj", heads * head_dim), ("k_proj", head_dim), ("v_proj", head_dim)):
+        weights.linear(f"{layer}.self_attn.{name}", rows, width)
+    weights.linear(f"{layer}.self_attn.o_proj", hidden, heads * head_dim)
+    weights.mlp(f"{layer}.mlp", SIZES["intermediate_size"])
+    weights.gains(f"{layer}.post_attention_layernorm")
+    weights.linear("fc", hidden, takes * hidden)
+    if method == "eagle3":
+        weights.gains(f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm")
+        weights.linear("lm_head", vocab, hidden)
+    name = "LlamaForCausalLMEagle3" if method == "eagle3" else "LlamaForCausalLM"
+    layers = {"num_hidden_layers": 1, "draft_vocab_size": vocab, "tie_word_embeddings": False}
+    return weights.save(folder, SIZES | layers | {"architectures": [name], "model_type": "llama", "rms_norm_eps": 1e-6})

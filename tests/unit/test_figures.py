@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.tables import cpu, gpu, page, picture, records, serving
+from tools.tables import cpu, gpu, page, picture, prefix, records, serving
 
 ROOT = page.ROOT
 PAGES = [ROOT / name for name in page.PAGES]
@@ -75,7 +75,7 @@ def test_every_record_is_quoted() -> None:
     quoted: set[str] = set()
     read = records.record.__wrapped__
     with pytest.MonkeyPatch.context() as patched:
-        for module in (gpu, cpu, serving, page.extraction):
+        for module in (gpu, cpu, serving, prefix, page.extraction):
             patched.setattr(module, "record", lambda name: quoted.add(name) or read(name))
         for make in page.TABLES.values():
             make()

@@ -44,6 +44,7 @@ def test_variables_stand_for_what_is_not_given(monkeypatch: pytest.MonkeyPatch) 
         ({"captured_rows": "2048"}, "captured_rows='2048'"),
         ({"adapt_drafts": 1}, "adapt_drafts=1: give true or false"),
         ({"adapt_drafts": "yes"}, "adapt_drafts='yes'"),
+        ({"prefix_keys": None}, "prefix_keys=None: give true or false"),
         ({"draft_weights": "int8"}, "draft_weights='int8': give fp8, or leave it out"),
         ({"draft_weights": True}, "draft_weights=True"),
         ({"draft_vocabulary": 32768}, "draft_vocabulary=32768: give the path of a file"),

@@ -7,10 +7,17 @@ differ from the record that it quotes; `tests/unit/test_figures.py` holds the pa
 import re
 from collections.abc import Callable
 
-from tools.tables import cpu, extraction, gpu, oracle, records, serving
+from tools.tables import cpu, extraction, gpu, oracle, prefix, records, serving
 
 ROOT = records.RESULTS.parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/extraction.md", "docs/architectures.md", "bench/results/serving.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/prefix.md",
+    "docs/extraction.md",
+    "docs/architectures.md",
+    "bench/results/serving.md",
+)
 BLOCK = re.compile(r"^(<!-- table: ([\w-]+) -->\n)(.*?)^(<!-- end -->)$", re.MULTILINE | re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "records": records.table_of_records,
@@ -19,6 +26,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **cpu.TABLES,
     **oracle.TABLES,
     **extraction.TABLES,
+    **prefix.TABLES,
 }
 
 

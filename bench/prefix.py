@@ -1,0 +1,171 @@
+"""Prefix hits and what they cost, with and without drafts: a shared prompt, sessions, and a prompt that grows."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import add_engine_argument, add_json_argument, parse_modes
+from bench.environment import describe_environment, without_folder, write_record
+from bench.processes import run_modes
+from bench.reference import TINY_CHECKPOINTS, has_reference
+from bench.reference.acceptance import reference_acceptance
+from bench.spread import quartiles
+from bench.tables import table
+from bench.workers.prefix import MODES, SCENARIOS
+
+SCHEMA = "vllm-mtp-proposers/prefix/1"
+WORKER = "bench.workers.prefix"
+SIZES = ("prompt_tokens", "turn_tokens", "turns", "users")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from bench.oracle import TINY_MODEL
+
+    parser.add_argument(
+        "--model", type=Path, default=TINY_MODEL if TINY_MODEL.is_dir() else None, help="folder of the checkpoint"
+    )
+    parser.add_argument(
+        "--architecture",
+        choices=TINY_CHECKPOINTS,
+        help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
+    )
+    parser.add_argument(
+        "--runner", choices=("v1", "v2"), default="v1", help="vLLM's; v2 on the CPU by Triton's interpreter"
+    )
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--prompt-tokens", type=int, default=400, help="of the shared prompt and the agent's first")
+    parser.add_argument("--turn-tokens", type=int, default=60, help="what a user says in a turn, or a tool's result")
+    parser.add_argument("--turns", type=int, default=5, help="of a session, and steps of the agent")
+    parser.add_argument("--users", type=int, default=13)
+    parser.add_argument("--at-once", type=int, default=4, help="users at the same time, and sessions")
+    parser.add_argument("--output-tokens", type=int, default=24, help="of each request")
+    parser.add_argument("--runs", type=int, default=3, help="of every scenario in each process")
+    parser.add_argument("--dtype", help="default: float32, or what a tiny checkpoint of the architecture has")
+    add_engine_argument(parser)
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from bench.oracle import the_model
+
+    modes = parse_modes(args.modes, MODES)
+    with the_model(args) as model:
+        result = measure_modes(args, model, modes)
+    print(format_table(result))
+    write_record(result, args.json)
+    return 0
+
+
+def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> dict[str, Any]:
+    """Runs every mode by turns and returns the record that `--json` writes.
+
+    Raises:
+        RuntimeError: a mode's process failed; the message ends with the end of its log.
+    """
+    tiny = TINY_CHECKPOINTS.get(args.architecture)
+    settings = {
+        "model": args.architecture or without_folder(str(model)),
+        "runner": args.runner,
+        "k": args.k,
+        "dtype": args.dtype or (tiny.dtype if tiny else "float32"),
+        "at_once": args.at_once,
+        "output_tokens": args.output_tokens,
+        "runs": args.runs,
+        "engine": args.engine,
+    }
+    text = scenario_texts(args, model)
+    spec = {
+        **settings,
+        **text,
+        "model": str(model),
+        "recurrent": bool(tiny and tiny.recurrent),
+        "max_model_len": longest_sequence(args) + args.k + 1,
+    }
+    raw = dict(zip(modes, run_modes([spec | {"mode": mode} for mode in modes], WORKER, by_turns=True), strict=True))
+    return {
+        "schema": SCHEMA,
+        "environment": describe_environment(),
+        "settings": settings
+        | {name: getattr(args, name) for name in ("prompt_tokens", "turn_tokens", "turns", "users")},
+        "proposers": {mode: raw[mode]["proposer"] for mode in modes},
+        "scenarios": {
+            name: {"modes": {mode: summarise(raw[mode]["runs"][name], model, args.k) for mode in modes}}
+            for name in SCENARIOS
+        },
+    }
+
+
+def longest_sequence(args: argparse.Namespace) -> int:
+    grown = args.turns * (args.turn_tokens + args.output_tokens)
+    return max(args.prompt_tokens + args.output_tokens + grown, args.prompt_tokens + args.turn_tokens)
+
+
+def scenario_texts(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """What the scenarios are made of, cut from held-out text: none of it stands there twice."""
+    from bench.oracle.driver import read_texts
+
+    stream = iter([token for text in read_texts(model, num_tokens=60_000)[0] for token in text])
+
+    def cut(length: int) -> list[int]:
+        return [next(stream) for _ in range(length)]
+
+    return {
+        "system": cut(args.prompt_tokens),
+        "users": [cut(args.turn_tokens) for _ in range(args.users)],
+        "sessions": [[cut(args.turn_tokens) for _ in range(args.turns)] for _ in range(args.at_once)],
+        "task": cut(args.prompt_tokens),
+        "results": [cut(args.turn_tokens) for _ in range(args.turns - 1)],
+    }
+
+
+def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]:
+    """A mode's entry of a scenario: hits of its first run, acceptance of all, medians of times."""
+    drafts = sum(run["num_drafts"] for run in runs)
+    length = 1 + sum(run["num_accepted"] for run in runs) / drafts if drafts else 1.0
+    exact = None
+    if drafts and has_reference(model):
+        print("computing what exact drafts would reach", file=sys.stderr, flush=True)
+        exact = _exact_length(str(model), runs[0]["streams"], k)
+    ttft = quartiles([ms for run in runs for ms in run["ttft_ms"]])
+    speeds = quartiles([run["output_tokens"] / run["seconds"] for run in runs], 1)
+    return {
+        "prompt_tokens": runs[0]["prompt_tokens"],
+        "hit_tokens": runs[0]["hit_tokens"],
+        "ttft_ms": ttft["median"],
+        "output_tokens_per_s": speeds["median"],
+        "acceptance_length": round(length, 4),
+        "acceptance_vs_reference": None if exact is None else round(length / exact, 4),
+        "spread": {"ttft_ms": ttft, "output_tokens_per_s": speeds},
+    }
+
+
+_exact: dict[str, float] = {}  # modes that gave the same tokens have the same reference
+
+
+def _exact_length(model: str, streams: list[Any], k: int) -> float:
+    key = repr((model, streams, k))
+    if key not in _exact:
+        _exact[key] = reference_acceptance(Path(model), streams, k)["acceptance_length"]
+    return _exact[key]
+
+
+def format_table(result: dict[str, Any]) -> str:
+    rows = [["scenario", "mode", "prompt tokens", "hits", "acceptance", "of exact drafts'", "TTFT ms", "tokens/s"]]
+    for name, scenario in result["scenarios"].items():
+        for mode, entry in scenario["modes"].items():
+            share = entry["acceptance_vs_reference"]
+            rows.append(
+                [
+                    name,
+                    mode,
+                    str(entry["prompt_tokens"]),
+                    str(entry["hit_tokens"]),
+                    f"{entry['acceptance_length']:.3f}",
+                    "-" if share is None else f"{share:.3f}",
+                    f"{entry['ttft_ms']:.1f}",
+                    f"{entry['output_tokens_per_s']:.0f}",
+                ]
+            )
+    return table(rows)

@@ -1,0 +1,138 @@
+"""One mode of `bench prefix`, in a process of its own: `python -m bench.workers.prefix SPEC.json RESULT.json`."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from bench.processes import report_progress, take_turn
+from bench.workers.engine import acceptance_counters, describe_engine, keep_engine_in_process, run_batch, run_worker
+
+# `MTP_PROPOSERS` of each mode, and what is added to the speculative config.
+MODES: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "none": ("upstream", None),
+    "upstream": ("upstream", {}),
+    "upstream-no-drop": ("upstream", {"disable_eagle_block_drop": True}),
+    "ours": ("on", {}),
+}
+
+Requests = Iterator[list[list[int]]]
+"""Of a scenario, the prompts that come at once; each time the outputs of the ones before are sent."""
+
+
+def shared_prompt(spec: dict[str, Any]) -> Any:
+    """Many users under one system prompt, the first by itself and the others some at a time."""
+    system, users = spec["system"], spec["users"]
+    yield [system + users[0]]
+    for start in range(1, len(users), spec["at_once"]):
+        yield [system + user for user in users[start : start + spec["at_once"]]]
+
+
+def sessions(spec: dict[str, Any]) -> Any:
+    """Conversations side by side: each turn has all that was said before, outputs included."""
+    said: list[list[int]] = [[] for _ in spec["sessions"]]
+    for turn in range(len(spec["sessions"][0])):
+        said = [before + session[turn] for before, session in zip(said, spec["sessions"], strict=True)]
+        outputs = yield said
+        said = [before + output for before, output in zip(said, outputs, strict=True)]
+
+
+def growing(spec: dict[str, Any]) -> Any:
+    """An agent: its prompt grows by its own short output and a longer result, again and again."""
+    prompt = spec["task"]
+    for result in [*spec["results"], []]:
+        (output,) = yield [prompt]
+        prompt = prompt + output + result
+
+
+SCENARIOS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "shared_prompt": shared_prompt,
+    "sessions": sessions,
+    "growing": growing,
+}
+
+
+def build_engine(spec: dict[str, Any]) -> Any:
+    """An in-process `LLM` for the mode of the spec."""
+    proposers_mode, speculative = MODES[spec["mode"]]
+    keep_engine_in_process(proposers_mode)
+    from bench.interpreter import choose_runner, run_recurrent_states
+
+    choose_runner(spec["runner"])
+    if spec["recurrent"]:
+        run_recurrent_states()
+    from vllm import LLM
+
+    config = {"method": "mtp", "num_speculative_tokens": spec["k"]}
+    return LLM(
+        spec["model"],
+        dtype=spec["dtype"],
+        max_model_len=spec["max_model_len"],
+        max_num_seqs=spec["at_once"],
+        skip_tokenizer_init=True,
+        speculative_config=None if speculative is None else config | speculative,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        **spec["engine"],
+    )
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    report_progress("starting the engine")
+    llm = build_engine(spec)
+    take_turn()
+    report_progress("warming up")
+    for name in SCENARIOS:
+        play(llm, spec, name, "warm-up")
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SCENARIOS}
+    for repeat in range(spec["runs"]):
+        for name in SCENARIOS:
+            take_turn()
+            report_progress(f"{name}, run {repeat + 1} of {spec['runs']}")
+            runs[name].append(play(llm, spec, name, str(repeat)))
+    return {**describe_engine(llm), "runs": runs}
+
+
+def play(llm: Any, spec: dict[str, Any], name: str, tag: str) -> dict[str, Any]:
+    """A scenario from an empty prefix cache on: what it took, and what it found in the cache."""
+    llm.reset_prefix_cache()
+    hits, (drafts, accepted) = prefix_hits(llm), acceptance_counters(llm)
+    streams: list[tuple[list[int], list[int]]] = []
+    ttft_ms: list[float] = []
+    seconds = 0.0
+    for index, (prompts, done) in enumerate(_batches(llm, spec, name, tag)):
+        streams += zip(prompts, done["token_ids"], strict=True)
+        ttft_ms += done["ttft_ms"] if index else []  # the first have nothing to hit
+        seconds += done["seconds"]
+    drafts_now, accepted_now = acceptance_counters(llm)
+    before: Sequence[int] = accepted or [0] * len(accepted_now)
+    return {
+        "prompt_tokens": sum(len(prompt) for prompt, _ in streams),
+        "hit_tokens": prefix_hits(llm) - hits,
+        "ttft_ms": ttft_ms,
+        "seconds": seconds,
+        "output_tokens": sum(len(output) for _, output in streams),
+        "num_drafts": drafts_now - drafts,
+        "num_accepted": sum(accepted_now) - sum(before),
+        "streams": streams,
+    }
+
+
+def _batches(llm: Any, spec: dict[str, Any], name: str, tag: str) -> Iterator[tuple[list[list[int]], dict[str, Any]]]:
+    scenario = SCENARIOS[name](spec)
+    prompts = next(scenario)
+    for index in range(10_000):
+        done = run_batch(llm.llm_engine, prompts, spec["output_tokens"], f"{name}-{tag}-{index}-{time.monotonic_ns()}")
+        yield prompts, done
+        try:
+            prompts = scenario.send(done["token_ids"])
+        except StopIteration:
+            return
+
+
+def prefix_hits(llm: Any) -> int:
+    """Tokens that were found in the prefix cache so far."""
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+
+
+if __name__ == "__main__":
+    run_worker(measure)

@@ -1,0 +1,44 @@
+"""What prefix hits are with and without drafts, by `bench prefix`: one record for each model and runner."""
+
+from collections.abc import Callable
+
+from tools.tables.records import RESULTS, record, show, table
+
+LABELS = {"shared_prompt": "shared prompt", "sessions": "sessions", "growing": "growing prompt"}
+MODES = {
+    "none": "no speculation",
+    "upstream": "vLLM's",
+    "upstream-no-drop": "vLLM's, its drop turned off",
+    "ours": "this package",
+}
+
+
+def prefix_hits() -> str:
+    """Hits and acceptance, which don't depend on the machine, before times, which do."""
+    rows = []
+    for path in sorted(RESULTS.glob("prefix-*.json")):
+        found = record(path.stem)
+        settings = found["settings"]
+        for name, scenario in found["scenarios"].items():
+            modes = scenario["modes"]
+            for mode, entry in modes.items():
+                share = entry["hit_tokens"] / entry["prompt_tokens"]
+                rows.append(
+                    [
+                        f"{settings['model']}, {settings['runner'].upper()}",
+                        LABELS[name],
+                        MODES[mode],
+                        f"{entry['hit_tokens']} ({share:.2f})",
+                        show(entry["acceptance_length"], 2),
+                        show(entry["acceptance_vs_reference"], 3),
+                        show(entry["ttft_ms"], 1),
+                        show(entry["output_tokens_per_s"], 0),
+                    ]
+                )
+    if not rows:
+        return "There is no record yet (`bench/results/prefix-*.json`)."
+    head = ["model, runner", "scenario", "drafts by", "hit tokens (of all)", "acceptance length", "of exact drafts'"]
+    return table([*head, "TTFT, ms", "tokens/s"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"prefix-hits": prefix_hits}
