@@ -9,8 +9,8 @@ from typing import Any
 
 from mtp.plan import DraftPlan
 from proposers.architecture import architecture_of, why_not_on_v2
+from proposers.hidden_states.plan import CONNECTOR
 from proposers.options import Options
-from proposers.plugin import CONNECTOR
 
 LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 """vLLM's speculative methods whose draft has rows that look ahead."""
