@@ -7,12 +7,13 @@ differ from the record that it quotes; `tests/unit/test_figures.py` holds the pa
 import re
 from collections.abc import Callable
 
-from tools.tables import cpu, extraction, gpu, oracle, prefix, records, serving
+from tools.tables import cheap, cpu, extraction, gpu, models, oracle, prefix, records, serving
 
 ROOT = records.RESULTS.parent.parent
 PAGES = (
     "README.md",
     "docs/performance.md",
+    "docs/cheap_drafts.md",
     "docs/prefix.md",
     "docs/extraction.md",
     "docs/architectures.md",
@@ -27,6 +28,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **oracle.TABLES,
     **extraction.TABLES,
     **prefix.TABLES,
+    **cheap.TABLES,
+    **models.TABLES,
 }
 
 
