@@ -6,7 +6,7 @@ from typing import Any
 from bench.reference.tiny import TinyWeights
 
 HIDDEN, LAYERS, VOCAB, HEADS, INNER, EXPERTS = 64, 2, 256, 2, 96, 4
-QUERY_RANK, RANK, NOPE_DIM, ROPE_DIM, VALUE_DIM = 48, 512, 64, 64, 64  # kernels know a latent of 512 and 64 alone
+QUERY_RANK, RANK, NOPE_DIM, ROPE_DIM, VALUE_DIM = 48, 512, 128, 64, 128  # kernels know no others
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -68,3 +68,4 @@ def _latent_attention(weights: TinyWeights, layer: str) -> None:
     weights.gains(f"{name}.kv_a_layernorm", size=RANK)
     weights.linear(f"{name}.kv_b_proj", HEADS * (NOPE_DIM + VALUE_DIM), RANK)
     weights.linear(f"{name}.o_proj", HIDDEN, HEADS * VALUE_DIM)
+    weights.tensors[f"{name}.o_proj.weight"] /= 2  # of values as wide as kernels want them little is left of a token
