@@ -34,12 +34,6 @@ def test_requests_with_hits_part_in_every_way_that_there_is() -> None:
     assert events["at_max_model_len"] > 0
 
 
-def test_on_v2_keys_vouch_for_the_rows_of_vllms_own_speculator_too() -> None:
-    report = run_child("schedules", runner="v2", count=1, seed=1, setups=["prefixes, vLLM's own modules"])
-    assert_nothing_wrong(report)
-    assert sum(report["events"]["partings"].values()) > 3
-
-
 def test_a_row_that_vllms_own_proposer_writes_wrong_or_not_at_all_ends_up_in_blocks_that_are_reused() -> None:
     cases = [("hosts_chunk_ends", HOSTS[0]), ("hosts_limit", HOSTS[1])]
     chunk_ends, limit = run_child("faults", seed=1, cases=cases)
