@@ -82,7 +82,7 @@ def test_every_package_is_the_installed_one_and_vllm_finds_its_plugin(installati
 def test_the_commands_are_there(installation: Installation) -> None:
     done = installation.python("-m", "bench", "--help")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "{compare,cost,demo,extract,gpu,oracle,serve}" in done.stdout
+    assert "{compare,cost,demo,extract,gpu,oracle,prefix,serve}" in done.stdout
 
 
 def test_a_draft_under_the_oracle_is_right(installation: Installation) -> None:
