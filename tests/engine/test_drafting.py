@@ -120,7 +120,8 @@ def test_who_counts_on_vllms_keys_of_the_prefix_cache_has_them(tmp_path: Path) -
     assert drafted.value["keys"] == run(scenarios.keyed, engine, mode="upstream").value["keys"]
     assert drafted.value["keys"][0] == "vllm.v1.core.kv_cache_utils"
     assert OURS in drafted.log
-    assert drafted.log.count("A KV connector, or who listens to KV cache events, counts on vLLM's keys") == 1
+    assert drafted.log.count("The prefix cache keeps vLLM's keys, which don't have the tokens after a block") == 1
+    assert "ExampleConnector may count on vLLM's keys" in drafted.log
     listened_to = {"enable_kv_cache_events": True, "publisher": "null"}
     assert run(scenarios.keyed, {**mtp(3), "kv_events_config": listened_to}).value["keys"] == drafted.value["keys"]
     ours = run(scenarios.keyed, mtp(3))
