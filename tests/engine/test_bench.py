@@ -190,27 +190,6 @@ def test_extraction_is_measured_with_every_row_checked_and_a_mode_that_cannot_ru
     assert 2 * 55 * 3 * 192 * 4 <= ours["peak_host_bytes"] <= 256 << 20
 
 
-def test_extraction_from_a_config_alone_is_measured_by_turns(tmp_path: Path) -> None:
-    record, model = tmp_path / "record.json", tmp_path / "model"
-    model.mkdir()
-    config = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config |= {"num_hidden_layers": 2, "vocab_size": 500, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (model / "config.json").write_text(json.dumps(config))
-    small = ["--prompts", "4", "--batch", "2", "--prompt-tokens", "48", "--output-tokens", "8", "--runs", "1", *EAGER]
-    ways = ["--dummy-weights", "--by-turns", "--modes", "none,ours", "--rounds", "2", "--json", str(record)]
-    done = bench("extract", "--model", str(model), "--layers", "1,N", *small, *ways)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(record.read_text())
-    assert result["config"] == config
-    assert result["settings"]["model"] == "model"
-    none, ours = result["modes"]["none"], result["modes"]["ours"]
-    assert len(none["runs"]) == len(ours["runs"]) == 2
-    # Each of two rounds checks four records of the prefill (48 rows) and four of the decode (48 + 7).
-    assert (ours["rows"], ours["rows_wrong"], ours["files_missing"]) == (2 * 4 * (48 + 55), 0, 0)
-    # Both engines were up before either was measured.
-    assert done.stderr.index("ours: starting") < done.stderr.index("none: run 1 of 1")
-
-
 def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
     # The prompts take several steps, so that the first request ends before the second has begun to decode.
     small = ["--prompts", "2", "--batch", "2", "--prompt-tokens", "200", "--output-tokens", "4", "--runs", "1"]
