@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from mtp.attention import leave_sequences_whole
+from mtp.attention import can_capture_prompts, leave_sequences_whole, with_lengths_on_host
 from mtp.base import GroupProposer
 from mtp.graphs import PassGraphs, PassShape, uneven_shapes
 from mtp.kernels.window import shift_rows
@@ -396,7 +396,7 @@ class DraftPasses(GroupProposer, ABC):
         per_layer: dict[str, object] = {}
         for group, attn in groups.attn_groups_of(modules):
             metadata = attn.build_metadata_for_drafting(
-                cad.replace(
+                with_lengths_on_host(attn, cad).replace(
                     block_table_tensor=group.table(cad.num_reqs),
                     slot_mapping=group.slot_mapping[: cad.num_actual_tokens],
                 ),
@@ -444,7 +444,8 @@ class DraftPasses(GroupProposer, ABC):
 
     def uneven_shapes(self) -> list[PassShape]:
         """What passes of steps that carry a prompt are captured for, the smallest first."""
-        return uneven_shapes(self._max_num_reqs, self.max_captured_rows, self.max_model_len)
+        max_num_rows = self.max_captured_rows if can_capture_prompts(self.bound_groups) else 0
+        return uneven_shapes(self._max_num_reqs, max_num_rows, self.max_model_len)
 
     def capture_uneven(self) -> None:
         """Captures passes of steps that carry a prompt, as many of them as were asked for."""

@@ -48,10 +48,10 @@ def microseconds(product: Callable[[int], torch.Tensor], copies: int) -> float:
 
 def candidates(num_rows: int) -> list[Blocks]:
     rows = next(size for size in (16, 32, 64, 128) if size >= min(num_rows, 128))
-    tiles = itertools.product((16, 32, 64, 128), (64, 128, 256, 512), (3, 4, 5), (4, 8), (False, True))
+    tiles = itertools.product((32, 64, 128), (64, 128, 256), (3, 4), (4, 8), (False, True), (1, 2, 4, 8))
     return [
-        Blocks(rows, channels, columns, stages, warps, first)
-        for channels, columns, stages, warps, first in tiles
+        Blocks(rows, channels, columns, stages, warps, first, shares)
+        for channels, columns, stages, warps, first, shares in tiles
         if 4096 <= channels * columns <= 32768 and (channels + 2 * rows) * columns * (stages - 1) < 200_000
     ]
 

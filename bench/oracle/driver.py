@@ -78,13 +78,16 @@ class Engine:
 
 
 def _for_device(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32."""
+    """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32.
+
+    Of latent attention none takes float32.
+    """
     if not torch.cuda.is_available():
         return arguments
     config = read_config(model)
     narrow = config.get("v_head_dim", config.get("head_dim")) != config.get("head_dim")
     latent = "kv_lora_rank" in config
-    backend = "TRITON_MLA" if latent else "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
+    backend = "FLASH_ATTN_MLA" if latent else "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
     speculative = {**arguments["speculative_config"], "attention_backend": backend}
     # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
     engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}

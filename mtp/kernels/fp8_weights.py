@@ -6,6 +6,8 @@ nothing, and in bfloat16 and float32 `dequantise` is exact: many rows, a CPU and
 that the kernel has.
 """
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ FP8 = torch.float8_e4m3fn
 MOST_ROWS = 256
 """Of a product by the kernel. With more it is arithmetic that takes the time, and a library's GEMM is the faster, even
 though the weight has to be widened for it first."""
-MOST_ROWS_BESIDE_WIDE = 32
+MOST_ROWS_BESIDE_WIDE = 64
 """The same where the weight is kept in 16 bits, too (`bench/micro/products.py`)."""
 
 # Rows of a weight in one piece, where a copy of it is made.
@@ -27,6 +29,8 @@ PIECE = 16384
 WIDENED = 4096
 # Programs that a device should have at the least, so that all of its multiprocessors read.
 PROGRAMS = 128
+# Pieces of a product whose columns are shared out, at the most.
+MOST_SHARED = 8192
 
 
 class Blocks(NamedTuple):
@@ -37,6 +41,8 @@ class Blocks(NamedTuple):
         channels: rows of the weight.
         columns: of both at a time.
         num_stages: how many of these less one are under way at a time.
+        shares: programs among which the columns are shared out. Each reads its share of the activations alone, which
+            in a product of more than a few rows are as many bytes as the weight.
         weight_first: the weight is the first factor of the product and the activations, turned, are the second. A
             tensor core takes no less than 64 rows of the first by itself, and that out of registers, where a weight is
             once it is widened.
@@ -48,6 +54,7 @@ class Blocks(NamedTuple):
     num_stages: int
     num_warps: int
     weight_first: bool = False
+    shares: int = 1
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,21 +130,31 @@ def fp8_linear(
     num_rows, (channels, columns) = len(rows), weight.shape
     out = torch.empty(*x.shape[:-1], channels, dtype=x.dtype, device=x.device)
     if out.numel():
-        blocks = _blocks(num_rows, channels)
-        _fp8_linear[triton.cdiv(num_rows, blocks.rows), triton.cdiv(channels, blocks.channels)](
+        blocks = _blocks(num_rows, channels, columns)
+        grid = triton.cdiv(num_rows, blocks.rows), triton.cdiv(channels, blocks.channels), blocks.shares
+        parts, arrivals = out, out
+        if blocks.shares > 1:
+            tile = blocks.rows * blocks.channels
+            parts = torch.empty(math.prod(grid) * tile, dtype=torch.float32, device=x.device)
+            arrivals = _arrivals(x.device)
+        _fp8_linear[grid](
             rows,
             weight,
             scale,
             rows if residual is None else residual,
             out,
+            parts,
+            arrivals,
             num_rows,
             channels,
             columns,
+            triton.cdiv(triton.cdiv(columns, blocks.columns), blocks.shares) * blocks.columns,
             rows.stride(0),
             0 if residual is None else residual.stride(-2),
             residual is not None,
-            columns % blocks.columns == 0,
+            columns % (blocks.columns * blocks.shares) == 0,
             blocks.weight_first,
+            blocks.shares,
             blocks.rows,
             blocks.channels,
             blocks.columns,
@@ -145,6 +162,15 @@ def fp8_linear(
             num_warps=blocks.num_warps,
         )
     return out
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """Of each piece of a product how many programs are done with their shares: zeros, before and after.
+
+    One for all products of a device, which follow each other on a stream, as a pass's do.
+    """
+    return torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
 
 
 def fp8_linear_by_ops(
@@ -168,16 +194,24 @@ def fp8_linear_by_ops(
     return out if residual is None else out + residual
 
 
-def _blocks(num_rows: int, channels: int) -> Blocks:
-    """Of a product of so many rows."""
-    if num_rows > 64 and channels >= 64 * PROGRAMS:
-        return Blocks(128, 128, 64, num_stages=4, num_warps=8, weight_first=True)
-    if num_rows > 32:
-        return Blocks(64 if num_rows <= 64 else 128, 64, 128, num_stages=4, num_warps=4, weight_first=True)
-    rows = 16 if num_rows <= 16 else 32
+def _blocks(num_rows: int, channels: int, columns: int) -> Blocks:
+    """Of a product of so many rows: the fastest of those tried on an H200 (`bench/micro/products.py --blocks`)."""
+    # Too few channels to have every multiprocessor read some, and columns enough to share out.
+    if channels < 64 * PROGRAMS and columns >= 2048:
+        if num_rows <= 16:
+            return Blocks(16, 64, 256, num_stages=4, num_warps=4, shares=4)
+        if num_rows <= 32:
+            return Blocks(32, 64, 128, num_stages=4, num_warps=4, shares=4)
+        return Blocks(64 if num_rows <= 64 else 128, 64, 128, num_stages=3, num_warps=4, weight_first=True, shares=4)
+    if num_rows <= 16:
+        return Blocks(16, 64, 256, num_stages=3, num_warps=4)
+    if num_rows <= 32 and channels >= 256 * PROGRAMS:
+        return Blocks(32, 128, 128, num_stages=3, num_warps=4)
+    if num_rows <= 64:
+        return Blocks(32 if num_rows <= 32 else 64, 64, 128, num_stages=3, num_warps=4, weight_first=True)
     if channels >= 64 * PROGRAMS:
-        return Blocks(rows, 64, 256, num_stages=4, num_warps=4)
-    return Blocks(rows, 32 if channels >= 32 * PROGRAMS else 16, 512, num_stages=4, num_warps=4)
+        return Blocks(128, 128, 64, num_stages=4, num_warps=8, weight_first=True)
+    return Blocks(128, 64, 128, num_stages=3, num_warps=4, weight_first=True)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -187,20 +221,27 @@ def _fp8_linear(
     scale_ptr,
     residual_ptr,
     out_ptr,
+    parts_ptr,
+    arrivals_ptr,
     num_rows,
     num_channels,
     num_columns,
+    share,
     x_stride,
     residual_stride,
     ADDS: tl.constexpr,
     EVEN: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has some channels of some rows. Those of the same channels follow each other: the weight is in the
-    cache for all but the first.
+    """A program has some channels of some rows, and a share of their columns. Those of the same channels follow each
+    other: the weight is in the cache for all but the first.
+
+    Of the programs with shares of the same columns the last to be done sums up what all have left in memory. It does
+    so in the order of the shares, so that the sum doesn't depend on which one it is.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -215,7 +256,10 @@ def _fp8_linear(
     x_at = x_ptr + row.to(tl.int64) * x_stride + x_column
     # Channels past the last read the last one's weight, which needs no mask.
     weight_at = weight_ptr + tl.minimum(channel, num_channels - 1).to(tl.int64) * num_columns + weight_column
-    for first in range(0, num_columns, COLUMNS):
+    begin = tl.program_id(2) * share
+    x_at += begin
+    weight_at += begin
+    for first in range(begin, tl.minimum(begin + share, num_columns), COLUMNS):
         if EVEN:
             x = tl.load(x_at, mask=row_there, other=0.0)
             weight = tl.load(weight_at)
@@ -228,6 +272,22 @@ def _fp8_linear(
         total = tl.dot(widened, x, total) if WEIGHT_FIRST else tl.dot(x, widened, total)
         x_at += COLUMNS
         weight_at += COLUMNS
+    if SHARES > 1:
+        piece = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+        if WEIGHT_FIRST:
+            inside = tl.arange(0, CHANNELS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        else:
+            inside = tl.arange(0, ROWS)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        parts_at = parts_ptr + piece.to(tl.int64) * SHARES * ROWS * CHANNELS + inside
+        tl.store(parts_at + tl.program_id(2) * ROWS * CHANNELS, total)
+        tl.debug_barrier()  # all of a program's threads have stored when it says that it is done
+        if tl.atomic_add(arrivals_ptr + piece, 1, sem="acq_rel") != SHARES - 1:
+            return
+        tl.store(arrivals_ptr + piece, 0)
+        tl.debug_barrier()
+        total = tl.zeros_like(total)
+        for other in tl.static_range(SHARES):
+            total += tl.load(parts_at + other * ROWS * CHANNELS, cache_modifier=".cg")
     total *= tl.load(scale_ptr + channel, mask=channel_there, other=0.0)
     there = row_there & channel_there
     if ADDS:

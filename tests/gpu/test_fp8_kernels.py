@@ -7,6 +7,7 @@ from mtp.kernels import fp8_weights
 from mtp.kernels.fp8_weights import (
     MOST_ROWS,
     MOST_ROWS_BESIDE_WIDE,
+    Blocks,
     dequantise,
     fp8_linear,
     fp8_linear_by_ops,
@@ -22,10 +23,10 @@ def make_weight(channels: int, columns: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 # Rows, channels and columns. The interpreter, which takes long for each program, gets those of few.
-SIZES = [(1, 300, 64), (16, 16, 512), (33, 70, 640), (0, 32, 32)]
+SIZES = [(1, 300, 64), (16, 16, 512), (33, 70, 640), (3, 100, 2304), (0, 32, 32)]
 DTYPES = [torch.bfloat16]
 if torch.cuda.is_available():
-    SIZES += [(4, 4096, 528), (17, 8200, 272), (65, 130, 48)]
+    SIZES += [(4, 4096, 528), (17, 8200, 272), (65, 130, 48), (20, 4096, 4096), (60, 500, 2048), (200, 300, 3000)]
     DTYPES += [torch.float16]
 
 
@@ -48,6 +49,25 @@ def test_a_product_of_few_rows_is_exact_but_for_its_rounding(
     scale_of_parts = (x.double().abs() @ dequantise(weight, scale, torch.float64).abs().T) * 2.0**-20
     assert ((ours.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + scale_of_parts + 1e-7).all()
     assert ours.shape == fp8_linear_by_ops(x, weight, scale, residual).shape
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize(("columns", "shares"), [(512, 2), (300, 4)])
+def test_columns_that_programs_share_out_are_summed_up_each_time(
+    columns: int, shares: int, weight_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(columns)
+    weight, scale = make_weight(70, columns)
+    x, residual = (torch.randn(33, size, device=DEVICE).bfloat16() / 8 for size in (columns, 70))
+    monkeypatch.setattr(fp8_weights, "_blocks", lambda *_: Blocks(16, 64, 64, 3, 4, weight_first, shares=1))
+    alone = fp8_linear(x, weight, scale, residual)
+    monkeypatch.setattr(fp8_weights, "_blocks", lambda *_: Blocks(16, 64, 64, 3, 4, weight_first, shares))
+    # Twice: what the first one counted is zero again.
+    first, second = (fp8_linear(x, weight, scale, residual) for _ in range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone, rtol=0.01, atol=0.01 * alone.abs().max().item())
+    off = first.double() - (x.double() @ dequantise(weight, scale, torch.float64).T + residual.double())
+    assert (off.abs() <= first.double().abs() * 2.0**-7 + 1e-3).all()
 
 
 def test_rows_in_more_dimensions_and_more_than_the_kernel_takes() -> None:
