@@ -39,6 +39,8 @@ class Architecture:
             to compute to the end (`mtp.passes`).
         top_tokens: greedy tokens `[num_rows]` of hidden states `[num_rows, hidden_size]` by a module's head, reduced
             over tensor-parallel ranks without the logits.
+        leaves: why a draft of this Hugging Face config is left to vLLM, as the end of a sentence that begins with the
+            name of this package; None where it isn't.
         has_config_of_its_own: on V1, the draft's layers are built from the draft's config, which counts the modules in,
             and not from the target's.
     """
@@ -53,6 +55,7 @@ class Architecture:
     counted_by: str | None = None
     fuse: Callable[[Any], bool] | None = None
     top_tokens: Callable[[Any, "torch.Tensor", int], "torch.Tensor"] = _top_tokens_of_the_model
+    leaves: Callable[[Any], str | None] | None = None
     has_config_of_its_own: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +127,9 @@ def why_left_to_the_host(config: "SpeculativeConfig") -> str | None:
     known = known_architectures()
     if name not in known:
         return f"knows {', '.join(known)} and not {name}"
+    leaves = known[name].leaves
+    if leaves is not None and (reason := leaves(config.draft_model_config.hf_config)):
+        return reason
     parallel = config.target_parallel_config
     reasons = {
         "has no pipeline parallelism": "pipeline_parallel_size",

@@ -120,6 +120,11 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
 
     gpus = torch.cuda.device_count()
     tiny = TINY_CHECKPOINTS.get(args.architecture)
+    if tiny and tiny.latent and not gpus:
+        raise ValueError(
+            f"--architecture {args.architecture} has latent attention, which vLLM's CPU build computes wrongly: keys "
+            "aren't rotated past the first row. Run it where there is a GPU."
+        )
     fitting = [
         setup
         for setup in SETUPS

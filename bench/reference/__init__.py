@@ -46,6 +46,7 @@ class TinyCheckpoint:
         setup: fields of the oracle's setups that its engines need (`bench.oracle.schedules.Setup`).
         recurrent: its target has layers with states: they are in no KV cache group with others, and see `HYBRID`.
         cached: its states can be in the prefix cache: `bench.interpreter.run_recurrent_states` comes first.
+        latent: its attention is latent, which vLLM's CPU build computes wrongly.
         blocks: how many KV cache blocks engines get that are to run out of them, of those of the tiny Step-3.5, whose
             layers lie in three groups.
     """
@@ -55,6 +56,7 @@ class TinyCheckpoint:
     setup: dict[str, Any] = field(default_factory=dict)
     recurrent: bool = False
     cached: bool = False
+    latent: bool = False
     blocks: float = 0.55
 
 
@@ -76,6 +78,7 @@ TINY_CHECKPOINTS = {
     "exaone-moe": TinyCheckpoint(_from("exaone_moe_checkpoint:write_checkpoint"), blocks=1.0),
     "exaone-moe-two-modules": TinyCheckpoint(_from("exaone_moe_checkpoint:write_two_sliding_modules"), blocks=1.0),
     "ernie4.5-moe": TinyCheckpoint(_from("ernie4_5_moe_checkpoint:write_checkpoint")),
+    "deepseek-v3": TinyCheckpoint(_from("deepseek_v3_checkpoint:write_dense_target"), dtype="bfloat16", latent=True),
     "qwen3.5": TinyCheckpoint(_from("qwen3_5_checkpoint:write_checkpoint"), **HYBRID),
     "qwen3.5-two-modules": TinyCheckpoint(_from("qwen3_5_checkpoint:write_two_modules"), **HYBRID),
     "qwen3.5-cached": TinyCheckpoint(_from("qwen3_5_checkpoint:write_short_blocks"), **CACHED),

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+from vllm.v1.worker.utils import AttentionGroup
 
-from mtp.attention import leave_sequences_whole
+from mtp.attention import can_capture_prompts, leave_sequences_whole, with_lengths_on_host
 from mtp.groups import KVGroups, bind_kv_groups, layers_by_module, make_attn_groups
 from mtp.slots import write_slot_mappings
 from tests.support.rig import CPU, HEAD, WINDOW, add_layer, full, kv_cache, layer_name, make_config, sliding
@@ -246,3 +249,61 @@ def test_sequences_stay_whole_where_splits_would_cost_more_than_they_save(
 def test_metadata_of_other_backends_stay_as_they_are() -> None:
     metadata = object()  # which has no attributes to set
     leave_sequences_whole(metadata, [WINDOW], sliding(32), 64)
+
+
+class TakesAnyLength(TritonMLAMetadataBuilder):
+    """As FlashAttention's does, which can't be imported without a GPU."""
+
+    query_len_support = QueryLenSupport.VARLEN
+
+
+def latent_group(builder_class: type, threshold: int) -> AttentionGroup:
+    """Its builder takes windows of up to so many rows as decoding. (To be made properly it needs a GPU.)"""
+    builder = object.__new__(builder_class)
+    builder.reorder_batch_threshold = threshold
+    return AttentionGroup(TritonMLABackend, ["layer"], full(64), 0, metadata_builders=[builder])
+
+
+def step(query_lens: list[int]) -> CommonAttentionMetadata:
+    """Of sequences that the host believes to be two tokens longer than they are."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    seq_lens = torch.full((len(query_lens),), 50, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens + 2,
+        num_reqs=len(query_lens),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(query_lens),
+        max_seq_len=52,
+        block_table_tensor=torch.zeros(len(query_lens), 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("builder_class", "threshold", "query_lens", "exact"),
+    [
+        (TritonMLAMetadataBuilder, 4, [4, 4], False),
+        (TritonMLAMetadataBuilder, 4, [4, 3], True),  # the second one for a prompt
+        (TritonMLAMetadataBuilder, 4, [9, 9], True),
+        (TakesAnyLength, 512, [4, 3, 300], False),
+        (TakesAnyLength, 512, [4, 513, 3], True),  # what comes after a prompt is one, too
+    ],
+)
+def test_latent_attention_gets_exact_lengths_where_it_takes_a_window_for_a_prompt(
+    builder_class: type, threshold: int, query_lens: list[int], exact: bool
+) -> None:
+    cad = step(query_lens)
+    found = with_lengths_on_host(latent_group(builder_class, threshold), cad).seq_lens_cpu_upper_bound
+    assert torch.equal(found, cad.seq_lens if exact else cad.seq_lens_cpu_upper_bound)
+
+
+def test_other_backends_lengths_stay_on_the_device_and_their_prompts_can_be_captured(config: VllmConfig) -> None:
+    groups = build(config, kv_cache(([layer_name(0)], full(64))), draft_layers(config, full(64)))
+    cad = step([4, 513, 3])
+    assert with_lengths_on_host(groups.primary.attn_groups[0], cad) is cad
+    assert can_capture_prompts(groups)
+    groups.primary.attn_groups.append(latent_group(TakesAnyLength, 512))
+    assert not can_capture_prompts(groups)

@@ -91,6 +91,14 @@ def test_how_a_model_is_parallel_can_leave_it_to_the_host(size: str, what: str) 
     assert why_left_to_the_host(config("mtp", "Step3p5MTP")) is why_left_to_the_host(config("eagle")) is None
 
 
+def test_a_config_that_an_entry_does_not_know_is_left_to_the_host() -> None:
+    dense, sparse = config("mtp", "DeepSeekMTPModel"), config("mtp", "DeepSeekMTPModel")
+    sparse.draft_model_config.hf_config.index_topk = 2048
+    assert architecture_of(dense)
+    assert not architecture_of(sparse)
+    assert why_left_to_the_host(sparse) == "doesn't know sparse attention (index_topk)"
+
+
 def test_importing_the_plugin_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys, json, proposers.plugin, proposers.architecture, proposers.models, proposers.host; "

@@ -9,10 +9,9 @@ import transformers
 from bench.reference import TINY_CHECKPOINTS, deepseek_v3_checkpoint, dense_model, ernie4_5_moe_checkpoint
 from bench.reference.dense import Reference
 
-# DeepSeek-V3 has no engine here: the latent attention of vLLM's CPU build computes another target.
 # The trained MiMo-V2 knows text and no random tokens; its reference has tests of its own.
 CHECKPOINTS = {name: tiny.write for name, tiny in TINY_CHECKPOINTS.items() if name != "mimo-v2"}
-CHECKPOINTS["deepseek-v3"] = deepseek_v3_checkpoint.write_checkpoint
+CHECKPOINTS["deepseek-v3"] = deepseek_v3_checkpoint.write_checkpoint  # whose target has experts, too
 IN_TRANSFORMERS = {name: write for name, write in CHECKPOINTS.items() if name != "mimo"}
 IN_TRANSFORMERS["ernie4.5-moe, with bias"] = ernie4_5_moe_checkpoint.write_with_bias
 TOKENS = torch.randint(1, 127, (150,), generator=torch.Generator().manual_seed(1)).tolist()
