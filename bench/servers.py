@@ -96,7 +96,8 @@ class Server:
 
     def ask_to_end(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            # No SIGINT, which the children of a command in the background ignore.
+            self.process.send_signal(signal.SIGTERM)
 
     @property
     def url(self) -> str:

@@ -140,14 +140,6 @@ def test_asynchronous_scheduling_gives_the_same_tokens() -> None:
     assert acceptance[0] == pytest.approx(acceptance[1], rel=0.05)
 
 
-def test_two_tensor_parallel_ranks_give_the_same_tokens() -> None:
-    drafted = run(
-        scenarios.lossless, {**mtp(3), "tensor_parallel_size": 2}, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    )
-    assert_lossless(drafted, plain(scenarios.lossless))
-    assert OURS in drafted.log
-
-
 # Per position, the share of drafting steps whose draft was accepted: somewhat below what the shipped checkpoint reaches
 # when every module's cache is exact, and at the later positions above what it reaches when they are not.
 FLOORS = (0.80, 0.70, 0.60)

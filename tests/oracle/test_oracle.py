@@ -27,18 +27,18 @@ EVERYTHING = ["chunks", "preemption and prefixes", "K by batch, to 6", "to the e
 
 
 def everything() -> dict[str, Any]:
-    return run_child("schedules", count=15, seed=3, setups=EVERYTHING)
+    return run_child("schedules", count=10, seed=3, setups=EVERYTHING)
 
 
 def test_after_every_pass_of_random_schedules_every_row_and_every_draft_is_right() -> None:
     report = everything()
     assert report["rows_mismatched"] == 0, report["mismatches"]
     assert report["drafts_mismatched"] == 0, report["mismatches"]
-    assert report["rows_checked"] > 100_000
+    assert report["rows_checked"] > 70_000
     assert report["drafts_checked"] > 1_000
     assert report["rows_excused"] == report["rows_unwritten"] == 0
     assert report["slots_mismatched"] == 0
-    assert report["slots_checked"] > 20_000
+    assert report["slots_checked"] > 10_000
 
 
 def test_where_the_draft_is_shorter_than_the_target_no_pass_is_left_out() -> None:
@@ -234,7 +234,8 @@ FAULTS = (
     ("hidden_states_flow", "the target's hidden states, K=6"),
     ("padding_drafts_ahead", "replayed, K=6"),
 )
-ENGINES = sorted({engine for _, engine in FAULTS})
+# The others' are among `EVERYTHING`.
+ENGINES = sorted({engine for _, engine in FAULTS} - {"two block sizes", "preemption"})
 
 
 def with_fault(fault: str, engine: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs a scenario on a real vLLM engine in a process of its own.
+"""Runs a scenario on a real vLLM engine in a process of its own, or a function that starts engines itself.
 
 A scenario is a module-level function `scenario(llm, **arguments)` that returns something JSON can hold. One process per
 engine configuration and mode: host patches, random state and vLLM's globals then can't leak from one test into another.
@@ -7,6 +7,7 @@ Equal runs are made once a session, so tests share the baselines by asking for t
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bench.interpreter import choose_runner_from_environment
 from bench.processes import SMALL_ENGINE
@@ -51,11 +52,32 @@ def run(
     Raises:
         ChildFailedError: the process failed.
     """
-    spec = {
-        "scenario": f"{scenario.__module__}:{scenario.__qualname__}",
-        "engine": ENGINE | dict(engine or {}),
-        "arguments": arguments,
-    }
+    engine = ENGINE | dict(engine or {})
+    return _run(f"{scenario.__module__}:{scenario.__qualname__}", engine, arguments, mode, env, v2)
+
+
+def call(function: str, *, mode: str = "on", v2: bool = False, **arguments: Any) -> Any:
+    """What a function returns that starts engines itself, called in a fresh process.
+
+    Args:
+        function: its path, `module:name`. The module is imported there alone.
+        mode, v2: as for `run`.
+
+    Raises:
+        ChildFailedError: the process failed.
+    """
+    return _run(function, None, arguments, mode, None, v2).value
+
+
+def _run(
+    function: str,
+    engine: dict[str, Any] | None,
+    arguments: dict[str, Any],
+    mode: str,
+    env: Mapping[str, str] | None,
+    v2: bool,
+) -> Run:
+    spec = {"function": function, "engine": engine, "arguments": arguments}
     environment = SMALL_ENGINE | {"MTP_PROPOSERS": mode} | dict(env or {})
     return _run_once(json.dumps(spec, sort_keys=True), json.dumps(environment, sort_keys=True), v2)
 
@@ -68,7 +90,7 @@ def _run_once(spec: str, environment: str, v2: bool) -> Run:
         status = _nursery(v2).ask(job)
         printed = log.read_text(errors="replace")
         if status != 0:
-            raise ChildFailedError(f"The scenario {spec} exited with {status}:\n{printed[-8000:]}")
+            raise ChildFailedError(f"{spec} exited with {status}:\n{printed[-8000:]}")
         return Run(json.loads(result.read_text()), printed)
 
 
@@ -114,14 +136,23 @@ def _serve() -> None:
     import vllm
 
     assert vllm.LLM is not None  # its attributes are imported on first use
+    gc.freeze()  # what is imported here no collection in a child has to look through
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            sys.exit(_work(json.loads(line)))
+            _leave(_work(json.loads(line)))
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process without taking it apart, which takes as long as starting an engine does."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _work(job: dict[str, Any]) -> int:
@@ -139,14 +170,16 @@ def _work(job: dict[str, Any]) -> int:
 
 
 def _play(spec: dict[str, Any]) -> Any:
+    module, _, name = spec["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if spec["engine"] is None:
+        return function(**spec["arguments"])
     from vllm import LLM
 
-    module, _, name = spec["scenario"].partition(":")
-    scenario = getattr(importlib.import_module(module), name)
     # A scenario that must act before the engine is built says so by a `prepare` attribute.
-    if prepare := getattr(scenario, "prepare", None):
+    if prepare := getattr(function, "prepare", None):
         prepare()
-    return scenario(LLM(**spec["engine"]), **spec["arguments"])
+    return function(LLM(**spec["engine"]), **spec["arguments"])
 
 
 if __name__ == "__main__":

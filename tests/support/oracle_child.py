@@ -1,20 +1,14 @@
-"""What the tests run in a process of its own, since an engine changes the process it is in.
-
-    python -m tests.support.oracle_child FUNCTION '{"argument": ...}'
-
-calls a function of this module and prints what it returns as one line of JSON, the last.
+"""What the oracle's tests run in a process of its own (`tests/support/oracle_children.py`): an engine changes the one it
+is in.
 """
 
-import json
 import random
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.interpreter import choose_runner_from_environment
 from bench.oracle.driver import Engine, ScheduleRun, read_texts, run_schedules
 from bench.oracle.ranks import run_on_ranks
 from bench.oracle.report import Report
@@ -130,8 +124,3 @@ def greedy(num_prompts: int, num_tokens: int, max_tokens: int) -> dict[str, Any]
         "accepted": rejections.get(0, 0),
         "rejected": rejections.get(1, 0),
     }
-
-
-if __name__ == "__main__":
-    choose_runner_from_environment()
-    print("\n" + json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -6,11 +6,14 @@ from typing import Any
 from bench.spread import show_quartiles
 from tools.tables.records import record, sentences, show, show_ratio, span, table
 
-SERVED, ARRIVALS = "serving-h200", "arrivals-h200"
+SERVED, LONGER = "serving-h200", "serving-h200-long"
+ARRIVALS, PARTS = "arrivals-h200", "arrivals-h200-parts"
 MODES = {"none": "no speculation", "upstream-v2": "vLLM's on V2", "ours-v2": "this package on V2"}
+CHEAP = "ours-v2-cheap"
 TOKENS = "output_tokens_per_s"
 # Goals of the ratios, over vLLM's speculator and over no speculation.
 GOALS = {"upstream-v2": 1.25, "none": 1.3}
+CHEAP_GOAL = {"1": 1.35, "8": 1.35}
 
 
 def served(figure: str, mode: str) -> dict[str, Any]:
@@ -23,9 +26,9 @@ def speeds() -> dict[str, list[float]]:
     return {x: [served(TOKENS, mode)[x]["median"] for mode in MODES] for x in served(TOKENS, "none")}
 
 
-def ratios(base: str) -> dict[str, float]:
+def ratios(base: str, mode: str = "ours-v2") -> dict[str, float]:
     """Of this package's tokens/s, by concurrency."""
-    ours, theirs = served(TOKENS, "ours-v2"), served(TOKENS, base)
+    ours, theirs = served(TOKENS, mode), served(TOKENS, base)
     return {concurrency: ours[concurrency]["median"] / theirs[concurrency]["median"] for concurrency in ours}
 
 
@@ -36,6 +39,33 @@ def tokens() -> str:
         cells = (show_quartiles(served(TOKENS, mode)[concurrency], 0) for mode in MODES)
         rows.append([concurrency, *cells, *(show_ratio(by[concurrency]) for by in over.values())])
     return table(["requests at a time", *MODES.values(), "over vLLM's", "over no speculation"], rows)
+
+
+def cheap() -> str:
+    over = [ratios("upstream-v2", mode) for mode in ("ours-v2", CHEAP)]
+    rows = []
+    for concurrency in served(TOKENS, CHEAP):
+        cells = [show_quartiles(served(TOKENS, mode)[concurrency], 0) for mode in ("upstream-v2", "ours-v2", CHEAP)]
+        goal = show(CHEAP_GOAL.get(concurrency), 2)
+        rows.append([concurrency, *cells, *(show_ratio(by[concurrency]) for by in over), goal])
+    head = ["requests at a time", MODES["upstream-v2"], MODES["ours-v2"], "with both options"]
+    return table([*head, "full over vLLM's", "cheap over vLLM's", "goal"], rows)
+
+
+def longer() -> str:
+    """Prompts of other lengths, one turn: medians of requests within it, so there is no spread of turns to show."""
+    modes, rows = record(LONGER)["modes"], []
+    for length in map(str, record(LONGER)["settings"]["prompt_tokens"]):
+        for concurrency in map(str, record(LONGER)["settings"]["concurrency"]):
+            speeds, firsts = (
+                [modes[mode]["prompts"][length][figure][concurrency]["median"] for mode in MODES]
+                for figure in (TOKENS, "ttft_ms")
+            )
+            over = (show_ratio(speeds[2] / base) for base in (speeds[1], speeds[0]))
+            shown = (show(x, 0) for x in (*speeds, *firsts))
+            rows.append([length, concurrency, *shown, *over])
+    head = [*(f"tokens/s, {name}" for name in MODES.values()), *(f"first token, ms, {name}" for name in MODES.values())]
+    return table(["prompt", "requests at a time", *head, "over vLLM's", "over no speculation"], rows)
 
 
 def latency() -> str:
@@ -60,7 +90,8 @@ def says() -> str:
     return sentences(f"""
         This package serves {span(theirs.values())} times the tokens/s of vLLM's speculator and {span(none.values())}
         times those of no speculation. The first token of a request comes after {span(first)} of the time that it takes
-        with vLLM's. The goals were {GOALS["upstream-v2"]} and {GOALS["none"]} everywhere; missed: {", ".join(missed)}.
+        with vLLM's. The goals were {GOALS["upstream-v2"]} and {GOALS["none"]} everywhere; missed:
+        {", ".join(missed) or "none"}.
     """)
 
 
@@ -98,10 +129,29 @@ def arrivals_say() -> str:
     """)
 
 
+def parts() -> str:
+    """Where the host's time goes in a step, in ms."""
+    modes, settings = record(PARTS)["modes"], record(PARTS)["settings"]
+    names = {"upstream-v2": MODES["upstream-v2"], "ours-v2": MODES["ours-v2"]}
+    rows = []
+    for batch in map(str, settings["batches"]):
+        for kind in ("with_prompt", "without_prompt"):
+            by_mode = [modes[mode]["prompts"]["256"] for mode in names]
+            spent = [found["host_ms"][batch][kind] for found in by_mode]
+            for part in spent[0]:
+                rows.append([kind.replace("_", " a "), part, *(show(parts[part], 2) for parts in spent)])
+            steps = (show_quartiles(found["step_ms"][batch][kind], 1) for found in by_mode)
+            rows.append([kind.replace("_", " a "), "the whole step", *steps])
+    return table(["steps", "part", *names.values()], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "served-tokens": tokens,
     "served-latency": latency,
     "served-says": says,
+    "served-cheap": cheap,
+    "served-longer": longer,
+    "host-parts": parts,
     "arrivals": arrivals,
     "arrivals-say": arrivals_say,
 }
