@@ -1,6 +1,4 @@
-"""What the oracle's tests run in a process of its own (`tests/support/oracle_children.py`): an engine changes the one it
-is in.
-"""
+"""What the tests of the oracle run in a process of its own: an engine changes the one it is in."""
 
 import random
 import warnings
