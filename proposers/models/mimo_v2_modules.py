@@ -45,6 +45,12 @@ class _AllModules(nn.Module):
         as here: queries, then keys, then values. (Quantised ones come in another order, and are left to it.)
         """
         for name, tensor in weights:
+            if ".mtp." in name and name.endswith(".o_proj.weight") and tensor.element_size() < 2:
+                raise ValueError(
+                    f"{name} is quantised ({tensor.dtype}), and vLLM builds the output projections of MiMo-V2's MTP "
+                    "layers in 16 bits, into which it would copy these values without their scales. Use a checkpoint "
+                    "that leaves them as they are, or serve without a speculative config."
+                )
             prefix, found, kind = name.rpartition(".qkv_proj.")
             if not found or ".mtp." not in name or kind not in ("weight", "bias") or tensor.element_size() < 2:
                 yield name, tensor

@@ -1,13 +1,15 @@
 """MiMo-V2 with all modules of its checkpoint, in the layouts that checkpoints have."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from tests.support import scenarios
+from tests.support import fp8_blocks, scenarios
 from tests.support.checkpoints import Weights, copy_checkpoint, without
-from tests.support.children import MIMO_V2
+from tests.support.children import MIMO_V2, ChildFailedError
 from tests.support.engine_arguments import mtp
 from tests.support.forked_engine import Run, run
 
@@ -18,6 +20,26 @@ def fused(weights: Weights) -> Weights:
         parts = [weights.pop(f"{prefix}.{part}_proj.weight") for part in "qkv"]
         weights[f"{prefix}.qkv_proj.weight"] = torch.cat(parts)
     return weights
+
+
+HEADS = 8
+"""KV heads of the copies in blocks: as many as give a rank of two whole blocks of 128 rows."""
+
+
+def in_blocks(layout: Callable[[Weights], Weights], folder: Path) -> str:
+    """The trained model with more KV heads, in 8 bits with block scales."""
+    config = {"num_key_value_heads": HEADS, "swa_num_key_value_heads": HEADS}
+    if layout is not fp8_blocks.as_they_stand:
+        config["quantization_config"] = fp8_blocks.CONFIG
+
+    def change(weights: Weights) -> Weights:
+        return layout(fp8_blocks.with_more_kv_heads(weights, HEADS, head_dim=32))
+
+    return copy_checkpoint(MIMO_V2, folder, change, **config)
+
+
+def for_ranks(weights: Weights) -> Weights:
+    return fp8_blocks.fused_for_ranks(weights, HEADS)
 
 
 def drafted(model: str, engine: dict[str, Any] | None = None, **more: Any) -> Run:
@@ -43,6 +65,28 @@ def test_a_fused_projection_drafts_the_same_on_two_ranks(tmp_path: Path) -> None
     found = drafted(model, {"tensor_parallel_size": 2}, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert found.value["tokens"] == separate.value["tokens"]
     assert accepted(found) == accepted(separate)
+
+
+@pytest.mark.parametrize("layout", [fp8_blocks.in_blocks, for_ranks], ids=["separate", "fused"])
+def test_modules_with_block_scales_draft_as_what_they_stand_for(
+    layout: Callable[[Weights], Weights], tmp_path: Path
+) -> None:
+    wide = drafted(in_blocks(fp8_blocks.as_they_stand, tmp_path / "wide"), {"dtype": "bfloat16"})
+    engine = {"model": in_blocks(layout, tmp_path / "blocks"), "dtype": "bfloat16"}
+    found = run(scenarios.few_in_fp8_blocks, mtp(3) | engine)
+    # Not the same to the bit: products are another kernel's, and what is fused for other ranks is quantised once more.
+    assert all(count > 0 for count in accepted(found))
+    assert sum(accepted(found)) > 0.9 * sum(accepted(wide)) > 50
+
+
+def test_an_output_projection_that_would_be_copied_without_its_scales_is_refused(tmp_path: Path) -> None:
+    def change(weights: Weights) -> Weights:
+        name = "model.mtp.layers.1.self_attn.o_proj.weight"
+        weights[name], weights[f"{name}_scale_inv"] = fp8_blocks.quantised(weights[name])
+        return weights
+
+    with pytest.raises(ChildFailedError, match=r"mtp\.layers\.1\.self_attn\.o_proj\.weight is quantised"):
+        drafted(copy_checkpoint(MIMO_V2, tmp_path, change))
 
 
 def test_fewer_modules_draft_where_the_config_says_so(tmp_path: Path) -> None:

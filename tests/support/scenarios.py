@@ -16,6 +16,7 @@ from bench.workers.engine import drafter_of
 from mtp.fusion import blocks
 from mtp.fusion.gemms import weight_of_both
 from proposers.models.step3p5_modules import run_module as fused_module
+from tests.support import fp8_blocks
 from tests.support.pass_observer import PassObserver
 
 MAX_MODEL_LEN = 320
@@ -359,6 +360,14 @@ def few(llm: LLM) -> dict[str, Any]:
         for way in (1, -1)
     ]
     return {"tokens": greedy(llm, prompts, 24), "drawn": drawn[0], "drawn in reverse": drawn[1], **state(llm)}
+
+
+def few_in_fp8_blocks(llm: LLM) -> dict[str, Any]:
+    """`few`, of a checkpoint with block scales."""
+    return few(llm)
+
+
+few_in_fp8_blocks.prepare = fp8_blocks.register_kernel
 
 
 def dummy_runs(llm: LLM) -> dict[str, Any]:
