@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.environment import write_record
+from bench.environment import describe_environment, write_record
 from bench.oracle.schedules import BLOCK_SIZE, SETUPS, Setup
 from bench.reference import TINY_CHECKPOINTS, TinyCheckpoint, architecture_of, count_modules
 
@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         )
         name = args.architecture or (model.name if model != TINY_MODEL else None)
         subject = {"architecture": name, "modules": count_modules(model)} if name else {}
-    result = {"runner": args.runner} | subject | report.to_json()
+    environment = describe_environment()
+    device = {"device": environment["device"]} if environment["platform"] == "cuda" else {}
+    result = {"runner": args.runner} | device | subject | report.to_json()
     print(json.dumps(result, indent=1))
     write_record(result, args.json)
     return 0 if report.clean else 1

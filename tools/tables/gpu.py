@@ -54,6 +54,7 @@ class Run:
         return [str(batch) for batch in record(self.name)["settings"]["batches"]]
 
 
+MIMO_V2 = Run("MiMo-V2's shape, prompts of 256", "gpu-h200-mimo-v2", "256")
 SHORT = Run("8 layers, prompts of 256, A, mostly quiet", "gpu-h200-8-layers-by-turns", "256")
 BUSY = Run("8 layers, prompts of 256, B, mostly busy", "gpu-h200-8-layers-by-turns-busy", "256")
 LONG = Run("8 layers, prompts of 4096, A, mostly busy", "gpu-h200-8-layers-by-turns-4096", "4096")
@@ -242,7 +243,20 @@ def slots() -> str:
     return table(["groups", *(f"{part}{how}" for how in ("", ", in a captured graph") for part in parts)], rows)
 
 
+def mimo_v2() -> str:
+    rows = []
+    for batch in MIMO_V2.batches:
+        found = []
+        for figure in ("step_ms", "gpu_busy_ms"):
+            found += [show(MIMO_V2.get(mode, figure, batch), 2) for mode in ("upstream-v2", "ours-v2")]
+            found.append(show_ratio(MIMO_V2.ratio(figure, "ours-v2", "upstream-v2", batch), more_is_better=False))
+        rows.append([batch, *found])
+    head = ["step, ms, vLLM's", "this package", "ratio", "GPU busy, ms, vLLM's", "this package", "ratio"]
+    return table(["batch", *head], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "mimo-v2-on-gpu": mimo_v2,
     "gpu-tokens-v2": gpu_tokens_v2,
     "gpu-tokens-v1": gpu_tokens_v1,
     "gpu-steps-v2": gpu_steps_v2,

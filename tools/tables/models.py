@@ -11,7 +11,7 @@ MODELS = (
     ("MiMo-V2 (Flash, Pro, Omni)", "all; the first, again and again", "mimo-v2-k3", ("mimo-v2",)),
     ("EXAONE-MoE", "all; the first, V2 all", None, ("exaone-moe", "exaone-moe-two-modules")),
     ("Qwen3.5", "all; the first", None, ("qwen3.5", "qwen3.5-two-modules")),
-    ("MiMo, GLM-4.5, ERNIE 4.5", "the one", None, ("mimo", "glm4-moe", "ernie4.5-moe")),
+    ("MiMo, GLM-4.5, ERNIE 4.5, DeepSeek-V3", "the one", None, ("mimo", "glm4-moe", "ernie4.5-moe", "deepseek-v3")),
 )
 
 

@@ -22,8 +22,10 @@ def oracle_runs() -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(RESULTS.glob("oracle-*.json")):
         found = json.loads(path.read_text())
-        place = path.name.split("-")[1].upper() if isinstance(found, list) else "CPU"
+        name = path.name.split("-")[1].upper()
         for run in found if isinstance(found, list) else [found]:
+            on_gpu = isinstance(found, list) or "device" in run
+            place = (run["device"].split()[-1] if "device" in run else name) if on_gpu else "CPU"
             release = ", vLLM 0.33" if run.get("vllm", "").startswith("0.33") else ""
             label = f"{place}, {run['runner'].upper()}, {run['dtype']}{release}"
             groups.setdefault(label, []).append(run)
@@ -47,7 +49,8 @@ def architectures() -> str:
         if isinstance(run, dict) and "architecture" in run:
             wrong = run["rows_mismatched"] + run["drafts_mismatched"]
             counts = [f"{run[key]:,}" for key in ("schedules", "rows_checked", "drafts_checked")]
-            cells = [f"`{run['architecture']}`", str(run["modules"]), run["runner"].upper(), run["dtype"]]
+            where = run["runner"].upper() + (f", {run['device'].split()[-1]}" if "device" in run else "")
+            cells = [f"`{run['architecture']}`", str(run["modules"]), where, run["dtype"]]
             rows.append([*cells, *counts, str(wrong)])
     return table(["architecture", "modules", "runner", "dtype", "schedules", "rows", "drafts", "wrong"], rows)
 
