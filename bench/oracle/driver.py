@@ -361,7 +361,7 @@ def _watched_engine(
             return
         if setup.collects:
             RowsWatcher(engine.runner, report)  # beside the drafter's
-        dense = dense_model(folder, setup)
+        dense = dense_model(folder, setup, report.dtype)
         watcher = Watcher(
             engine.runner,
             dense,

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from bench import reference
@@ -39,12 +40,12 @@ def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
         yield folder
 
 
-def dense_model(folder: Path, setup: Setup) -> DenseModel:
-    """The reference of a setup's checkpoint."""
+def dense_model(folder: Path, setup: Setup, dtype: str) -> DenseModel:
+    """The reference of a setup's checkpoint, on engines of that dtype."""
     if not setup.hidden_states_flow:
         return DenseModel(folder, hidden_states_flow=False)
     dense = reference.dense_model(folder)
-    return make_cheap(dense, drafted_tokens(len(dense.head))) if setup.cheap else dense
+    return make_cheap(dense, drafted_tokens(len(dense.head)), getattr(torch, dtype)) if setup.cheap else dense
 
 
 def drafted_tokens(vocab_size: int) -> list[int]:

@@ -11,16 +11,20 @@ from bench.reference.dense import DenseModel
 LARGEST = 448.0  # of e4m3
 
 
-def make_cheap(model: DenseModel, token_ids: Sequence[int]) -> DenseModel:
+def make_cheap(model: DenseModel, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> DenseModel:
     """Has the modules, and the heads that they draft by, compute with rounded weights, and score these tokens only.
 
     The target, and the modules' norms, experts and what chooses these stay as they are.
+
+    Args:
+        dtype: of the engine. What it rounds to 8 bits are weights that it has in 16 already, and a few in a hundred that
+            lie near the middle between two values of e4m3 go to the other one.
     """
     for module in model.modules:
         for name, weight in module.weights.items():
             if weight.dim() == 2 and name != "moe.gate.weight":
-                module.weights[name] = rounded(weight)
-    rounded_head, others = rounded(model.head), torch.ones(len(model.head), dtype=torch.bool)
+                module.weights[name] = rounded(weight.to(dtype).float())
+    rounded_head, others = rounded(model.head.to(dtype).float()), torch.ones(len(model.head), dtype=torch.bool)
     others[torch.tensor(token_ids)] = False
     original = model.module_logits
 
