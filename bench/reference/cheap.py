@@ -17,8 +17,8 @@ def make_cheap(model: DenseModel, token_ids: Sequence[int], dtype: torch.dtype =
     The target, and the modules' norms, experts and what chooses these stay as they are.
 
     Args:
-        dtype: of the engine. What it rounds to 8 bits are weights that it has in 16 already; a few in a hundred of them that
-            lie near the middle between two values of e4m3 go to the other one.
+        dtype: of the engine. What it rounds to 8 bits are weights that it has in 16 already, and a few in a hundred
+            lie near the middle between two values of e4m3, so that they go to the other one.
     """
     for module in model.modules:
         for name, weight in module.weights.items():

@@ -123,6 +123,26 @@ def test_a_prompt_is_found_again_whatever_its_length(v2: bool) -> None:
     assert hits == blocks
 
 
+def test_prompts_that_another_engine_computed_bring_their_draft_rows_and_keep_vllms_keys(tmp_path: Path) -> None:
+    # A disaggregated prefill, by the connector of vLLM's that runs on a CPU.
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    engine = mtp(3) | {"kv_transfer_config": transfer}
+    run(scenarios.transferred, engine, max_tokens=1)
+    decoding, alone = (
+        run(scenarios.transferred, engine, max_tokens=24),
+        run(scenarios.transferred, mtp(3), max_tokens=24),
+    )
+    assert decoding.value["metrics"]["external_prefix_cache_hits"] == 3 * 2 * scenarios.BLOCK
+    assert decoding.value["tokens"] == alone.value["tokens"]
+    accepted = "spec_decode_num_accepted_tokens_per_pos"
+    assert decoding.value["metrics"][accepted] == alone.value["metrics"][accepted]
+    assert "ExampleConnector may count on vLLM's keys. Every hit loses its last block" in decoding.log
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model("llama", tmp_path_factory.mktemp("llama"))

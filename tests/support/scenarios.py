@@ -379,6 +379,12 @@ def dummy_runs(llm: LLM) -> dict[str, Any]:
     return {"tokens": before, "again": greedy(llm, prompts, 12), **state(llm)}
 
 
+def transferred(llm: LLM, max_tokens: int) -> dict[str, Any]:
+    """Greedy continuations of prompts whose blocks another engine may have left."""
+    texts = held_out_prompts(llm.get_tokenizer(), 3, 100)
+    return {"tokens": greedy(llm, [text[: 70 + 5 * i] for i, text in enumerate(texts)], max_tokens), **state(llm)}
+
+
 def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
     """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache (V1).
 
