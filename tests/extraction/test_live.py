@@ -24,7 +24,7 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 WAYS: dict[str, dict[str, Any]] = {
     "V1": {"engine": mtp(3) | CROWDED, "count": 40, "max_tokens": 60},
     "V1, overlapped": {"engine": mtp(6) | CROWDED | {"async_scheduling": True}, "count": 40, "max_tokens": 60},
-    "vLLM's own": {"engine": {"speculative_config": NGRAMS} | CROWDED, "count": 20, "max_tokens": 40},
+    "vLLM's own": {"engine": {"speculative_config": NGRAMS} | CROWDED, "count": 40, "max_tokens": 60},
     "V2": {"engine": mtp(3) | CROWDED, "v2": True, "count": 8, "max_tokens": 10, "aborts": 1},
 }
 
