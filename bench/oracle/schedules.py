@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from proposers.hidden_states.plan import connector_config
 from proposers.options import KEY
 
 BLOCK_SIZE = 32  # the smallest that the CPU's attention takes
@@ -117,9 +118,7 @@ class Setup:
         }
 
     def _connector(self, storage: str) -> dict[str, Any]:
-        settings = {"storage_root": storage, "layer_ids": list(self.collects), "sample_rate": 0.3}
-        connector = {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"}
-        return connector | {"kv_connector_extra_config": settings}
+        return connector_config({"storage_root": storage, "layer_ids": list(self.collects), "sample_rate": 0.3})
 
     @property
     def any_model(self) -> bool:

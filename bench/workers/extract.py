@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.processes import report_progress, take_turn
 from bench.workers.engine import acceptance_counters, add_requests, describe_engine, keep_engine_in_process, run_worker
+from proposers.hidden_states.plan import CONNECTOR, CONNECTOR_OF_THE_HOST, connector_config
 
 # `MTP_PROPOSERS`, and the runner that is asked for; None: the default, which is not the same for all.
 MODES = {
@@ -71,19 +72,14 @@ def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         if not ours:
             return drafting
         extra |= {"layer_ids": spec["layer_ids"]}
-        connector = {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"}
-        return drafting | {"kv_transfer_config": connector | {"kv_connector_extra_config": extra}}
+        return drafting | {"kv_transfer_config": connector_config(extra)}
     return {
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": spec["layer_ids"]}},
         },
-        "kv_transfer_config": {
-            "kv_connector": "HiddenStatesConnector" if ours else "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": extra,
-        },
+        "kv_transfer_config": connector_config(extra, CONNECTOR if ours else CONNECTOR_OF_THE_HOST),
     }
 
 

@@ -72,7 +72,7 @@ class OwnEngine:
         arguments: dict[str, Any],
         eight_bits: bool = False,
     ) -> None:
-        from proposers.hidden_states.plan import LAYER_IDS_KEY, ExtractionPlan
+        from proposers.hidden_states.plan import LAYER_IDS_KEY, ExtractionPlan, connector_config
 
         ids = default_layer_ids(model) if layer_ids is None else layer_ids
         transfer = {"storage_root": str(out), "dtype": "fp8" if eight_bits else "model"}
@@ -84,11 +84,7 @@ class OwnEngine:
                 "num_speculative_tokens": 1,
                 "draft_model_config": {"hf_config": {LAYER_IDS_KEY: ids}},
             },
-            "kv_transfer_config": {
-                "kv_connector": "HiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": transfer,
-            },
+            "kv_transfer_config": connector_config(transfer),
             **arguments,
         }
         config = self._engine_args().create_engine_config()

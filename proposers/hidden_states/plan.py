@@ -17,6 +17,11 @@ CONNECTOR = "HiddenStatesConnector"
 CONNECTOR_OF_THE_HOST = "ExampleHiddenStatesConnector"
 
 
+def connector_config(settings: dict[str, Any], name: str = CONNECTOR) -> dict[str, Any]:
+    """An engine's `kv_transfer_config` for a connector of hidden states with these settings."""
+    return {"kv_connector": name, "kv_role": "kv_producer", "kv_connector_extra_config": settings}
+
+
 @dataclass(frozen=True, slots=True)
 class ExtractionPlan:
     """Which hidden states of which model.

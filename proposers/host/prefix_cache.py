@@ -101,6 +101,7 @@ def note_the_batch(original: Any) -> Any:
 def follow_prompt_chunks(original: Any) -> Any:
     def propose(self: Any, *args: Any, next_token_ids: Any, common_attn_metadata: Any, **kwargs: Any) -> Any:
         import numpy as np
+        from vllm.utils.torch_utils import async_tensor_h2d
 
         from proposers.v1 import chunk_ends
 
@@ -109,7 +110,7 @@ def follow_prompt_chunks(original: Any) -> Any:
             none_sampled = np.zeros(common_attn_metadata.num_reqs, dtype=np.int32)
             ends = chunk_ends(batch, none_sampled, common_attn_metadata, 1)
             if ends is not None:
-                follow = next_token_ids.new_tensor(ends[:, 0])
+                follow = async_tensor_h2d(ends[:, 0], device=next_token_ids.device)
                 next_token_ids = follow.where(follow >= 0, next_token_ids)
         return original(self, *args, next_token_ids=next_token_ids, common_attn_metadata=common_attn_metadata, **kwargs)
 
