@@ -17,11 +17,11 @@ from bench.arguments import (
     numbers,
     parse_modes,
 )
-from bench.corpus import held_out_prompts, read_sources
+from bench.corpus import has_tokenizer, held_out_prompts, read_sources
 from bench.environment import describe_environment, without_folder, write_record
 from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
-from bench.reference import has_reference
+from bench.reference import TINY_CHECKPOINTS, has_reference
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
 from bench.tables import table
@@ -33,9 +33,13 @@ SCHEMA = "vllm-mtp-proposers/compare/1"
 
 def add_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> None:
     """`model` is the default of `--model`, which must be given where there is none."""
-    parser.add_argument(
-        "--model", required=model is None, default=model, help="folder of the checkpoint, with its MTP layers"
-    )
+    parser.add_argument("--model", default=model, help="folder of the checkpoint, with its MTP layers")
+    if model is None:
+        parser.add_argument(
+            "--architecture",
+            choices=TINY_CHECKPOINTS,
+            help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
+        )
     parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=numbers, default="1,4", help="batch sizes, separated by commas")
@@ -77,10 +81,21 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
     """
     modes = parse_modes(args.modes, MODES)
     check_plot(args.plot)
-    from transformers import AutoTokenizer
+    architecture = getattr(args, "architecture", None)
+    if architecture is None:
+        if args.model is None:
+            raise ValueError("give --model, a checkpoint, or --architecture, of which a tiny one is written.")
+        return _compare(args, args.model, modes, begins)
+    tiny = TINY_CHECKPOINTS[architecture]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.write(Path(folder))
+        return _compare(args, folder, modes, begins)
 
+
+def _compare(args: argparse.Namespace, model: str, modes: list[str], begins: Callable[[str], None]) -> dict[str, Any]:
+    architecture = getattr(args, "architecture", None)
     settings = {
-        "model": without_folder(args.model),
+        "model": architecture or without_folder(model),
         "k": args.k,
         "batches": args.batch,
         "prompt_tokens": args.prompt_tokens,
@@ -92,13 +107,12 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
         "num_prompts": args.prompts,
         "by_turns": args.by_turns,
     }
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    prompts = held_out_prompts(tokenizer, args.prompts, args.prompt_tokens)
+    prompts, tokenizer = _prompts(Path(model), args)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "vocabulary.json")
         if any("draft_vocabulary" in CHEAP.get(mode, ()) for mode in modes):
-            settings["draft_vocabulary"] = _write_vocabulary(file, tokenizer, args)
-        given = {**settings, "model": args.model, "prompts": prompts, "draft_vocabulary_file": str(file)}
+            settings["draft_vocabulary"] = _write_vocabulary(file, tokenizer, model, args.draft_vocabulary)
+        given = {**settings, "model": model, "prompts": prompts, "draft_vocabulary_file": str(file)}
         specs = [{**given, "mode": mode} for mode in modes]
         begins("engines")
         results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
@@ -106,8 +120,9 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
     begins("reference")
     hashes = {mode: raw[mode]["output_sha256"] for mode in modes}
     entries = {mode: summarise(raw[mode], args.batch) for mode in modes}
-    if has_reference(Path(args.model)):
-        add_reference({mode: entry for mode, entry in entries.items() if mode != "none"}, raw, prompts, args)
+    if has_reference(Path(model)):
+        drafting = {mode: entry for mode, entry in entries.items() if mode != "none"}
+        add_reference(drafting, raw, prompts, Path(model), args.k)
     return {
         "schema": SCHEMA,
         "environment": describe_environment(),
@@ -119,21 +134,40 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
     }
 
 
-def _write_vocabulary(file: Path, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Writes a list that is counted in the text which the prompts are not from; returns its size and coverage."""
-    config = json.loads(Path(args.model, "config.json").read_text())
+def _prompts(model: Path, args: argparse.Namespace) -> tuple[list[list[int]], Any]:
+    """Held-out text, and the checkpoint's tokenizer, if it has one."""
+    if has_tokenizer(model):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        return held_out_prompts(tokenizer, args.prompts, args.prompt_tokens), tokenizer
+    from bench.oracle.driver import read_texts
+
+    texts, _ = read_texts(model, num_tokens=args.prompts * 2 * args.prompt_tokens + 60_000)
+    stream = [token for text in texts for token in text]
+    starts = range(0, args.prompts * args.prompt_tokens, args.prompt_tokens)
+    return [stream[start : start + args.prompt_tokens] for start in starts], None
+
+
+def _write_vocabulary(file: Path, tokenizer: Any, model: str, wanted: int) -> dict[str, Any]:
+    """Writes a list that is counted in the text which the prompts are not from; returns its size and coverage.
+
+    Raises:
+        ValueError: the checkpoint has no tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError("modes with a draft vocabulary need a checkpoint that has a tokenizer.")
+    config = json.loads(Path(model, "config.json").read_text())
     pieces = (
         tokenizer.encode(text, add_special_tokens=False, verbose=False) for _, text in read_sources(held_out=False)
     )
-    size = min(args.draft_vocabulary, config.get("text_config", config)["vocab_size"] * 3 // 4)
+    size = min(wanted, config.get("text_config", config)["vocab_size"] * 3 // 4)
     found = draft_vocabulary.make(pieces, size, tokenizer, config)
     file.write_text(json.dumps(found))
     return {"size": size, "coverage": round(found["coverage"], 4)}
 
 
-def add_reference(
-    entries: dict[str, Any], raw: dict[str, Any], prompts: list[list[int]], args: argparse.Namespace
-) -> None:
+def add_reference(entries: dict[str, Any], raw: dict[str, Any], prompts: list[list[int]], model: Path, k: int) -> None:
     """Adds, to every mode that drafts, what exact drafts would have reached on the tokens that it gave."""
     lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
     for mode, entry in entries.items():
@@ -141,7 +175,7 @@ def add_reference(
         if key not in lengths:
             print(f"{mode}: computing what exact drafts would reach", file=sys.stderr, flush=True)
             streams = list(zip(prompts, raw[mode]["token_ids"], strict=True))
-            lengths[key] = reference_acceptance(Path(args.model), streams, args.k)["acceptance_length"]
+            lengths[key] = reference_acceptance(model, streams, k)["acceptance_length"]
         entry["reference_acceptance_length"] = round(lengths[key], 4)
         entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / lengths[key], 4)
 

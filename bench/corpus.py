@@ -32,6 +32,11 @@ def read_sources(*, held_out: bool, root: Path | None = None) -> Iterator[tuple[
             yield relative.as_posix(), text
 
 
+def has_tokenizer(model: Path) -> bool:
+    """Whether the folder of a checkpoint has one."""
+    return (model / "tokenizer.json").is_file()
+
+
 def held_out_prompts(tokenizer, count: int, num_tokens: int) -> list[list[int]]:
     """`count` different prompts of exactly `num_tokens` token ids each, cut out of held-out files.
 

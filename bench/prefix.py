@@ -73,7 +73,7 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         "at_once": args.at_once,
         "output_tokens": args.output_tokens,
         "runs": args.runs,
-        "engine": args.engine,
+        "engine": defaults(args) | args.engine,
     }
     text = scenario_texts(args, model)
     spec = {
@@ -95,6 +95,16 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
             for name in SCENARIOS
         },
     }
+
+
+def defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Engine arguments where none are given: what Triton's interpreter runs is not compiled besides, and the kernels of
+    a warm-up are some that it can't.
+    """
+    tiny = TINY_CHECKPOINTS.get(args.architecture)
+    interpreted = args.runner == "v2" or (tiny is not None and tiny.recurrent)
+    on_gpu = describe_environment()["platform"] == "cuda"
+    return {"enforce_eager": True} if interpreted and not on_gpu else {}
 
 
 def longest_sequence(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from bench.corpus import has_tokenizer, read_sources
 from bench.oracle import prefixes
 from bench.oracle.ranks import add_ranks, run_on_ranks
 from bench.oracle.replayed import replaying
@@ -251,8 +252,6 @@ def _is_due(request: Request, step: int) -> bool:
 
 def read_texts(model: Path, *, num_tokens: int = 30_000) -> tuple[list[list[int]], list[int]]:
     """Held-out text as token streams of at least 600 tokens, and the 40 most frequent tokens in it."""
-    from bench.corpus import read_sources
-
     encode = _encoder(model)
     texts: list[list[int]] = []
     for _, text in read_sources(held_out=True):
@@ -263,10 +262,6 @@ def read_texts(model: Path, *, num_tokens: int = 30_000) -> tuple[list[list[int]
             break
     counts = Counter(token for text in texts for token in text)
     return texts, [token for token, _ in counts.most_common(40)]
-
-
-def has_tokenizer(model: Path) -> bool:
-    return (model / "tokenizer.json").is_file()
 
 
 def _encoder(model: Path) -> Callable[[str], list[int]]:
