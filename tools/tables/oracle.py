@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tools.tables.records import RESULTS, table
+from bench.spread import show_quartiles
+from tools.tables.records import RESULTS, record, show, show_ratio, table
 
 
 def oracle() -> str:
@@ -55,8 +56,26 @@ def architectures() -> str:
     return table(["architecture", "modules", "runner", "dtype", "schedules", "rows", "drafts", "wrong"], rows)
 
 
+def single_modules() -> str:
+    """Of models with one module, what a step costs by both proposers on V1."""
+    rows = []
+    for path in sorted(RESULTS.glob("compare-*.json")):
+        found = record(path.stem)
+        modes = found["modes"]
+        if modes.keys() != {"upstream", "ours"}:
+            continue
+        for batch in map(str, found["settings"]["batches"]):
+            steps = [modes[mode]["step_ms"][batch] for mode in ("upstream", "ours")]
+            lengths = (show(modes[mode]["acceptance_length"], 2) for mode in ("upstream", "ours"))
+            ratio = show_ratio(steps[1]["median"] / steps[0]["median"], more_is_better=False)
+            rows.append([f"`{found['settings']['model']}`", batch, *map(show_quartiles, steps), ratio, *lengths])
+    head = ["step, ms, vLLM's", "this package", "ratio", "acceptance length, vLLM's", "this package"]
+    return table(["architecture", "batch", *head], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "oracle": oracle,
     "oracle-says": oracle_says,
     "architectures": architectures,
+    "single-modules": single_modules,
 }
