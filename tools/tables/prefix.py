@@ -1,6 +1,7 @@
 """What prefix hits are with and without drafts, by `bench prefix`: one record for each model and runner."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tools.tables.records import RESULTS, record, sentences, show, span, table
 
@@ -23,6 +24,7 @@ def prefix_hits() -> str:
             modes = scenario["modes"]
             for mode, entry in modes.items():
                 share = entry["hit_tokens"] / entry["prompt_tokens"]
+                times = (entry["ttft_ms"], entry["output_tokens_per_s"])
                 rows.append(
                     [
                         f"{settings['model']}, {settings['runner'].upper()}",
@@ -31,14 +33,18 @@ def prefix_hits() -> str:
                         f"{entry['hit_tokens']} ({share:.2f})",
                         show(entry["acceptance_length"], 2),
                         show(entry["acceptance_vs_reference"], 3),
-                        show(entry["ttft_ms"], 1),
-                        show(entry["output_tokens_per_s"], 0),
+                        *("-" if is_interpreted(settings) else show(time, 1) for time in times),
                     ]
                 )
     if not rows:
         return "There is no record yet (`bench/results/prefix-*.json`)."
     head = ["model, runner", "scenario", "drafts by", "hit tokens (of all)", "acceptance length", "of exact drafts'"]
     return table([*head, "TTFT, ms", "tokens/s"], rows)
+
+
+def is_interpreted(settings: dict[str, Any]) -> bool:
+    """Whether Triton's interpreter ran kernels of the engines (`bench.prefix.defaults`): then times say nothing."""
+    return bool(settings["engine"].get("enforce_eager"))
 
 
 def prefix_says() -> str:
@@ -48,6 +54,8 @@ def prefix_says() -> str:
             none, upstream, ours = (scenario["modes"][mode] for mode in ("none", "upstream", "ours"))
             hits.append(ours["hit_tokens"] / none["hit_tokens"])
             exact.append(ours["acceptance_vs_reference"])
+            if is_interpreted(record(path.stem)["settings"]):
+                continue
             first.append(ours["ttft_ms"] / none["ttft_ms"])
             theirs.append(upstream["ttft_ms"] / none["ttft_ms"])
     return sentences(f"""
