@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.reference import TINY_CHECKPOINTS
+
 
 def numbers(text: str) -> list[int]:
     """Whole numbers, separated by commas."""
@@ -23,6 +25,14 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=16, help="prompts per run, from the held-out files")
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=96)
+
+
+def add_architecture_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--architecture",
+        choices=TINY_CHECKPOINTS,
+        help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
+    )
 
 
 def add_engine_argument(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import (
+    add_architecture_argument,
     add_draft_vocabulary_argument,
     add_engine_argument,
     add_json_argument,
@@ -21,7 +22,7 @@ from bench.corpus import has_tokenizer, held_out_prompts, read_sources
 from bench.environment import describe_environment, without_folder, write_record
 from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
-from bench.reference import TINY_CHECKPOINTS, has_reference
+from bench.reference import has_reference
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles, show_quartiles
 from bench.tables import table
@@ -35,11 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser, model: str | None = None) -> 
     """`model` is the default of `--model`, which must be given where there is none."""
     parser.add_argument("--model", default=model, help="folder of the checkpoint, with its MTP layers")
     if model is None:
-        parser.add_argument(
-            "--architecture",
-            choices=TINY_CHECKPOINTS,
-            help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
-        )
+        add_architecture_argument(parser)
+    else:
+        parser.set_defaults(architecture=None)
     parser.add_argument("--modes", default="none,upstream,ours", help=f"of {', '.join(MODES)}")
     parser.add_argument("--k", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--batch", type=numbers, default="1,4", help="batch sizes, separated by commas")
@@ -81,21 +80,19 @@ def compare(args: argparse.Namespace, begins: Callable[[str], None] = lambda par
     """
     modes = parse_modes(args.modes, MODES)
     check_plot(args.plot)
-    architecture = getattr(args, "architecture", None)
-    if architecture is None:
+    if args.architecture is None:
         if args.model is None:
             raise ValueError("give --model, a checkpoint, or --architecture, of which a tiny one is written.")
         return _compare(args, args.model, modes, begins)
-    tiny = TINY_CHECKPOINTS[architecture]
-    with tempfile.TemporaryDirectory() as folder:
-        tiny.write(Path(folder))
-        return _compare(args, folder, modes, begins)
+    from bench.oracle import the_model
+
+    with the_model(args) as folder:
+        return _compare(args, str(folder), modes, begins)
 
 
 def _compare(args: argparse.Namespace, model: str, modes: list[str], begins: Callable[[str], None]) -> dict[str, Any]:
-    architecture = getattr(args, "architecture", None)
     settings = {
-        "model": architecture or without_folder(model),
+        "model": args.architecture or without_folder(model),
         "k": args.k,
         "batches": args.batch,
         "prompt_tokens": args.prompt_tokens,
@@ -107,12 +104,13 @@ def _compare(args: argparse.Namespace, model: str, modes: list[str], begins: Cal
         "num_prompts": args.prompts,
         "by_turns": args.by_turns,
     }
-    prompts, tokenizer = _prompts(Path(model), args)
+    prompts, tokenizer = _prompts(model, args)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "vocabulary.json")
         if any("draft_vocabulary" in CHEAP.get(mode, ()) for mode in modes):
             settings["draft_vocabulary"] = _write_vocabulary(file, tokenizer, model, args.draft_vocabulary)
         given = {**settings, "model": model, "prompts": prompts, "draft_vocabulary_file": str(file)}
+        given["has_tokenizer"] = tokenizer is not None
         specs = [{**given, "mode": mode} for mode in modes]
         begins("engines")
         results = run_modes(specs, by_turns=args.by_turns, when_up=lambda: begins("runs"))
@@ -134,16 +132,16 @@ def _compare(args: argparse.Namespace, model: str, modes: list[str], begins: Cal
     }
 
 
-def _prompts(model: Path, args: argparse.Namespace) -> tuple[list[list[int]], Any]:
-    """Held-out text, and the checkpoint's tokenizer, if it has one."""
-    if has_tokenizer(model):
+def _prompts(model: str, args: argparse.Namespace) -> tuple[list[list[int]], Any]:
+    """Held-out text, and the checkpoint's tokenizer, which some tiny ones have not."""
+    if args.architecture is None or has_tokenizer(Path(model)):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         return held_out_prompts(tokenizer, args.prompts, args.prompt_tokens), tokenizer
     from bench.oracle.driver import read_texts
 
-    texts, _ = read_texts(model, num_tokens=args.prompts * 2 * args.prompt_tokens + 60_000)
+    texts, _ = read_texts(Path(model), num_tokens=args.prompts * 2 * args.prompt_tokens + 60_000)
     stream = [token for text in texts for token in text]
     starts = range(0, args.prompts * args.prompt_tokens, args.prompt_tokens)
     return [stream[start : start + args.prompt_tokens] for start in starts], None

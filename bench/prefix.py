@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import add_engine_argument, add_json_argument, parse_modes
+from bench.arguments import add_architecture_argument, add_engine_argument, add_json_argument, parse_modes
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
 from bench.reference import TINY_CHECKPOINTS, has_reference
@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, default=TINY_MODEL if TINY_MODEL.is_dir() else None, help="folder of the checkpoint"
     )
-    parser.add_argument(
-        "--architecture",
-        choices=TINY_CHECKPOINTS,
-        help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
-    )
+    add_architecture_argument(parser)
     parser.add_argument(
         "--runner", choices=("v1", "v2"), default="v1", help="vLLM's; v2 on the CPU by Triton's interpreter"
     )
@@ -101,10 +97,11 @@ def defaults(args: argparse.Namespace) -> dict[str, Any]:
     """Engine arguments where none are given: what Triton's interpreter runs is not compiled besides, and the kernels of
     a warm-up are some that it can't.
     """
+    import torch
+
     tiny = TINY_CHECKPOINTS.get(args.architecture)
     interpreted = args.runner == "v2" or (tiny is not None and tiny.recurrent)
-    on_gpu = describe_environment()["platform"] == "cuda"
-    return {"enforce_eager": True} if interpreted and not on_gpu else {}
+    return {"enforce_eager": True} if interpreted and not torch.cuda.is_available() else {}
 
 
 def longest_sequence(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.arguments import add_architecture_argument
 from bench.environment import describe_environment, write_record
 from bench.oracle.schedules import BLOCK_SIZE, SETUPS, Setup
 from bench.reference import TINY_CHECKPOINTS, TinyCheckpoint, architecture_of, count_modules
@@ -27,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TINY_MODEL if TINY_MODEL.is_dir() else None,
         help="folder of a checkpoint whose architecture has a reference",
     )
-    parser.add_argument(
-        "--architecture",
-        choices=TINY_CHECKPOINTS,
-        help="instead of a model: a tiny checkpoint of that architecture, which is written for the run",
-    )
+    add_architecture_argument(parser)
     parser.add_argument(
         "--import",
         dest="imports",
@@ -94,12 +91,24 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def the_model(args: argparse.Namespace) -> Iterator[Path]:
-    """A context with the folder of the checkpoint that is asked for. Raises `ValueError` where there is none."""
+    """A context with the folder of the checkpoint that is asked for.
+
+    Raises:
+        ValueError: there is none, or no engine of this machine runs it rightly.
+    """
     if args.architecture is None:
         yield checked_model(args.model)
         return
+    import torch
+
+    tiny = TINY_CHECKPOINTS[args.architecture]
+    if tiny.latent and not torch.cuda.is_available():
+        raise ValueError(
+            f"--architecture {args.architecture} has latent attention, which vLLM's CPU build computes wrongly: keys "
+            "aren't rotated past the first row. Run it where there is a GPU."
+        )
     with TemporaryDirectory() as name:
-        TINY_CHECKPOINTS[args.architecture].write(Path(name))
+        tiny.write(Path(name))
         yield Path(name)
 
 
@@ -122,11 +131,6 @@ def choose_setups(args: argparse.Namespace, model: Path) -> Sequence[Setup]:
 
     gpus = torch.cuda.device_count()
     tiny = TINY_CHECKPOINTS.get(args.architecture)
-    if tiny and tiny.latent and not gpus:
-        raise ValueError(
-            f"--architecture {args.architecture} has latent attention, which vLLM's CPU build computes wrongly: keys "
-            "aren't rotated past the first row. Run it where there is a GPU."
-        )
     fitting = [
         setup
         for setup in SETUPS

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
-from bench.corpus import has_tokenizer
 from bench.processes import report_progress, take_turn
 from bench.workers.engine import (
     acceptance_counters,
@@ -41,7 +39,7 @@ def build_engine(spec: dict[str, Any]) -> Any:
         max_num_seqs=max(spec["batches"]),
         speculative_config=None if spec["mode"] == "none" else speculative,
         disable_log_stats=False,
-        skip_tokenizer_init=not has_tokenizer(Path(spec["model"])),
+        skip_tokenizer_init=not spec["has_tokenizer"],
         enable_prefix_caching=False,  # every run computes the same prompts anew
         **({"additional_config": {KEY: cheap}} if cheap else {}),
         **spec["engine"],
@@ -74,7 +72,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "num_drafts": drafts - drafts_before,
         "num_accepted_per_position": [now - then for now, then in zip(accepted, before, strict=True)],
         "output_sha256": digest.hexdigest(),
-        "text": llm.get_tokenizer().decode(token_ids[0]) if has_tokenizer(Path(spec["model"])) else None,
+        "text": llm.get_tokenizer().decode(token_ids[0]) if spec["has_tokenizer"] else None,
     }
 
 

@@ -41,11 +41,11 @@ class Blocks(NamedTuple):
         channels: rows of the weight.
         columns: of both at a time.
         num_stages: how many of these less one are under way at a time.
-        shares: programs among which the columns are shared out. Each reads its share of the activations alone, which
-            in a product of more than a few rows are as many bytes as the weight.
         weight_first: the weight is the first factor of the product and the activations, turned, are the second. A
             tensor core takes no less than 64 rows of the first by itself, and that out of registers, where a weight is
             once it is widened.
+        shares: programs among which the columns are shared out. Each reads its share of the activations alone, which
+            in a product of more than a few rows are as many bytes as the weight.
     """
 
     rows: int

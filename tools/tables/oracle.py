@@ -23,14 +23,17 @@ def oracle_runs() -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(RESULTS.glob("oracle-*.json")):
         found = json.loads(path.read_text())
-        name = path.name.split("-")[1].upper()
+        place = path.name.split("-")[1].upper() if isinstance(found, list) else "CPU"
         for run in found if isinstance(found, list) else [found]:
-            on_gpu = isinstance(found, list) or "device" in run
-            place = (run["device"].split()[-1] if "device" in run else name) if on_gpu else "CPU"
             release = ", vLLM 0.33" if run.get("vllm", "").startswith("0.33") else ""
-            label = f"{place}, {run['runner'].upper()}, {run['dtype']}{release}"
+            label = f"{gpu_of(run) or place}, {run['runner'].upper()}, {run['dtype']}{release}"
             groups.setdefault(label, []).append(run)
     return dict(sorted(groups.items()))
+
+
+def gpu_of(run: dict[str, Any]) -> str | None:
+    """What a run on a GPU ran on, where it says so."""
+    return run["device"].split()[-1] if "device" in run else None
 
 
 def oracle_says() -> str:
@@ -50,7 +53,7 @@ def architectures() -> str:
         if isinstance(run, dict) and "architecture" in run:
             wrong = run["rows_mismatched"] + run["drafts_mismatched"]
             counts = [f"{run[key]:,}" for key in ("schedules", "rows_checked", "drafts_checked")]
-            where = run["runner"].upper() + (f", {run['device'].split()[-1]}" if "device" in run else "")
+            where = ", ".join(filter(None, [run["runner"].upper(), gpu_of(run)]))
             cells = [f"`{run['architecture']}`", str(run["modules"]), where, run["dtype"]]
             rows.append([*cells, *counts, str(wrong)])
     return table(["architecture", "modules", "runner", "dtype", "schedules", "rows", "drafts", "wrong"], rows)
