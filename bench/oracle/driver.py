@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from bench.corpus import has_tokenizer, read_sources
+from bench.device import for_device
 from bench.oracle import prefixes
 from bench.oracle.ranks import add_ranks, run_on_ranks
 from bench.oracle.replayed import replaying
@@ -50,7 +51,7 @@ class Engine:
 
         with _keeping_async_scheduling():
             self.llm = LLM(
-                str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **_for_device(model, arguments)
+                str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **for_device(model, arguments)
             )
 
     @property
@@ -76,23 +77,6 @@ class Engine:
         self.engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-
-
-def _for_device(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32.
-
-    Of latent attention none takes float32.
-    """
-    if not torch.cuda.is_available():
-        return arguments
-    config = read_config(model)
-    narrow = config.get("v_head_dim", config.get("head_dim")) != config.get("head_dim")
-    latent = "kv_lora_rank" in config
-    backend = "FLASH_ATTN_MLA" if latent else "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
-    speculative = {**arguments["speculative_config"], "attention_backend": backend}
-    # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
-    engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-    return {**arguments, **engine, "speculative_config": speculative}
 
 
 @contextmanager
