@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
 from bench.oracle.cache import module_caches
-from bench.oracle.runners import view_of
+from bench.oracle.runners import V1Runner, view_of
 from bench.workers.engine import drafter_of
 from mtp.fusion import blocks
 from mtp.fusion.gemms import weight_of_both
@@ -386,7 +386,7 @@ def transferred(llm: LLM, max_tokens: int) -> dict[str, Any]:
 
 
 def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
-    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache (V1).
+    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache.
 
     It parts from the prompt before it right after a block, and in chunks.
     """
@@ -398,7 +398,8 @@ def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
         view.scheduled = view.runner.execute_model_state.scheduler_output
         return sample_tokens(*args, **kwargs)
 
-    view.runner.sample_tokens = noting_sample_tokens
+    if isinstance(view, V1Runner):
+        view.runner.sample_tokens = noting_sample_tokens
 
     def reading_propose(*args: Any, **kwargs: Any) -> Any:
         request = view.read_pass(*args, **kwargs).requests[0]
