@@ -114,7 +114,9 @@ class Setup:
             "kv_transfer_config": self._connector(storage) if self.collects else None,
             "additional_config": {KEY: {"adapt_drafts": self.adaptive}},
             "async_scheduling": self.overlapped,
-            "enable_lora": self.adapters,
+            # On the CPU, vLLM gives rows without an adapter the last one's weights: of two there is one, and the last
+            # one's are zero.
+            **({"enable_lora": True, "max_loras": 2} if self.adapters else {}),
             "disable_log_stats": True,
             "tensor_parallel_size": self.ranks,
             "distributed_executor_backend": "external_launcher" if self.ranks > 1 else None,
