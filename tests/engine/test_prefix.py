@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
 from tests.support import scenarios
-from tests.support.engine_arguments import mtp
+from tests.support.engine_arguments import mtp, offloading
 from tests.support.forked_engine import Run, run
 from tests.support.tiny_models import SIZES, write_eagle, write_model
 
@@ -141,6 +141,14 @@ def test_prompts_that_another_engine_computed_bring_their_draft_rows_and_keep_vl
     accepted = "spec_decode_num_accepted_tokens_per_pos"
     assert decoding.value["metrics"][accepted] == alone.value["metrics"][accepted]
     assert "ExampleConnector may count on vLLM's keys. Every hit loses its last block" in decoding.log
+
+
+def test_blocks_that_were_offloaded_come_back_with_their_draft_rows_and_keep_vllms_keys() -> None:
+    # vLLM's own worker for it needs a GPU (tests/gpu/test_offloading.py).
+    worker = {"spec_name": "HostOffloadingSpec", "spec_module_path": "tests.support.host_offloading"}
+    done = run(scenarios.offloaded, mtp(3) | offloading(**worker))
+    scenarios.assert_brought_back(done.value)
+    assert "OffloadingConnector may count on vLLM's keys. Every hit loses its last block" in done.log
 
 
 @pytest.fixture(scope="module")
