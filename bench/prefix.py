@@ -64,6 +64,8 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
     interpreted = is_interpreted(args)
     # What is interpreted is not compiled besides, and the kernels of a warm-up are some that the interpreter can't run.
     defaults = {"enforce_eager": True} if interpreted else {}
+    if tiny and tiny.cached:
+        defaults["block_size"] = tiny.setup["block_size"]  # else that of a state, which has more to it with drafts
     settings = {
         "model": args.architecture or without_folder(str(model)),
         "runner": args.runner,
