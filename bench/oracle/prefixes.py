@@ -30,7 +30,7 @@ def plan_prefixes(rng: random.Random, setup: Setup, texts: Sequence[Sequence[int
     block_size = setup.block_size
     longest = setup.max_model_len - block_size
     prompts = [_cut(rng, texts, rng.randint(min(3 * block_size, longest - 1), longest)) for _ in range(2)]
-    kinds = (*KINDS, ADAPTED) if setup.adapters else KINDS
+    kinds = [*KINDS, ADAPTED] if setup.adapters else list(KINDS)
     plans = []
     for prompt in prompts:
         first = _request(rng, setup, 0, prompt, 0.0)
@@ -38,7 +38,7 @@ def plan_prefixes(rng: random.Random, setup: Setup, texts: Sequence[Sequence[int
         plans += [replace(first, step=1, adapted=True)] if setup.adapters else []
     # Each begins once those before it have run for some steps.
     steps = sorted(rng.randint(8, num_steps - 10) for _ in range(rng.randint(len(kinds), 16)))
-    kinds = (*rng.sample(kinds, len(kinds)), *rng.choices(kinds, k=len(steps) - len(kinds)))
+    kinds = [*rng.sample(kinds, len(kinds)), *rng.choices(kinds, k=len(steps) - len(kinds))]
     for step, kind in zip(steps, kinds, strict=True):
         plans.append(_plan(rng, setup, texts, rng.choice(prompts), step, kind))
     # A step that is under way when the cache is reset is thrown away with its tokens, which its pass has shown.

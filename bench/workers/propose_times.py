@@ -36,10 +36,12 @@ def take_propose_times(worker: Any) -> list[tuple[float, float]]:
     worker.propose_times.clear()
     if not taken or isinstance(taken[0][0], float):
         return taken
-    # Events know how far apart they are: so this one, of now, tells when the others were.
-    now = _record_event()
+    import torch
+
+    # Events know how far apart they are: so one of now tells when the others were.
+    torch.cuda.synchronize()
+    clock, now = time.perf_counter(), _record_event()
     now.synchronize()
-    clock = time.perf_counter()
     return [(clock - start.elapsed_time(now) / 1e3, clock - end.elapsed_time(now) / 1e3) for start, end in taken]
 
 
