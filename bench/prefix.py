@@ -61,6 +61,11 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         RuntimeError: a mode's process failed; the message ends with the end of its log.
     """
     tiny = TINY_CHECKPOINTS.get(args.architecture)
+    interpreted = is_interpreted(args)
+    # What is interpreted is not compiled besides, and the kernels of a warm-up are some that the interpreter can't run.
+    defaults = {"enforce_eager": True} if interpreted else {}
+    if tiny and tiny.cached:
+        defaults["block_size"] = tiny.setup["block_size"]  # else that of a state, which has more to it with drafts
     settings = {
         "model": args.architecture or without_folder(str(model)),
         "runner": args.runner,
@@ -69,7 +74,8 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         "at_once": args.at_once,
         "output_tokens": args.output_tokens,
         "runs": args.runs,
-        "engine": defaults(args) | args.engine,
+        "engine": defaults | args.engine,
+        "interpreted": interpreted,
     }
     text = scenario_texts(args, model)
     spec = {
@@ -93,15 +99,12 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
     }
 
 
-def defaults(args: argparse.Namespace) -> dict[str, Any]:
-    """Engine arguments where none are given: what Triton's interpreter runs is not compiled besides, and the kernels of
-    a warm-up are some that it can't.
-    """
+def is_interpreted(args: argparse.Namespace) -> bool:
+    """Whether Triton's interpreter runs kernels of the engines, so that times say nothing."""
     import torch
 
     tiny = TINY_CHECKPOINTS.get(args.architecture)
-    interpreted = args.runner == "v2" or (tiny is not None and tiny.recurrent)
-    return {"enforce_eager": True} if interpreted and not torch.cuda.is_available() else {}
+    return (args.runner == "v2" or (tiny is not None and tiny.recurrent)) and not torch.cuda.is_available()
 
 
 def longest_sequence(args: argparse.Namespace) -> int:
@@ -135,16 +138,21 @@ def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]
     if drafts and has_reference(model):
         print("computing what exact drafts would reach", file=sys.stderr, flush=True)
         exact = _exact_length(str(model), runs[0]["streams"], k)
-    ttft = quartiles([ms for run in runs for ms in run["ttft_ms"]])
-    speeds = quartiles([run["output_tokens"] / run["seconds"] for run in runs], 1)
+    ttft = [ms for run in runs for ms in run["ttft_ms"]]
+    drafting = [ms for run in runs for ms in run["ttft_drafting_ms"]]
+    spread = {
+        "ttft_ms": quartiles(ttft),
+        "ttft_drafting_ms": quartiles(drafting),
+        "ttft_less_drafting_ms": quartiles([all_ - part for all_, part in zip(ttft, drafting, strict=True)]),
+        "output_tokens_per_s": quartiles([run["output_tokens"] / run["seconds"] for run in runs], 1),
+    }
     return {
         "prompt_tokens": runs[0]["prompt_tokens"],
         "hit_tokens": runs[0]["hit_tokens"],
-        "ttft_ms": ttft["median"],
-        "output_tokens_per_s": speeds["median"],
+        **{name: figure["median"] for name, figure in spread.items()},
         "acceptance_length": round(length, 4),
         "acceptance_vs_reference": None if exact is None else round(length / exact, 4),
-        "spread": {"ttft_ms": ttft, "output_tokens_per_s": speeds},
+        "spread": spread,
     }
 
 

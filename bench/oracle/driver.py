@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 
 from bench.corpus import has_tokenizer, read_sources
+from bench.device import for_device
 from bench.oracle import prefixes
 from bench.oracle.ranks import add_ranks, run_on_ranks
 from bench.oracle.replayed import replaying
 from bench.oracle.report import Report
 from bench.oracle.runners import view_of
 from bench.oracle.schedules import SETUPS, RequestPlan, Setup, draw_setups, plan_schedule
-from bench.oracle.variants import cheap_drafts, checkpoint, dense_model, drafter_of
+from bench.oracle.variants import ADAPTER, adapted_model, cheap_drafts, checkpoint, dense_model, drafter_of
 from bench.oracle.watch import Continuation, Watcher
 from bench.oracle.watch_rows import RowsWatcher
 from bench.reference.dense import Reference, read_config
@@ -39,6 +40,7 @@ class Engine:
     """
 
     def __init__(self, model: Path, **arguments: Any) -> None:
+        self.model = model
         # Read when vLLM is first imported: the engine core must stay in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -50,7 +52,7 @@ class Engine:
 
         with _keeping_async_scheduling():
             self.llm = LLM(
-                str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **_for_device(model, arguments)
+                str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **for_device(model, arguments)
             )
 
     @property
@@ -76,23 +78,6 @@ class Engine:
         self.engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-
-
-def _for_device(model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Engine arguments for the device at hand: CUDA needs an attention backend that takes float32 and heads of 32.
-
-    Of latent attention none takes float32.
-    """
-    if not torch.cuda.is_available():
-        return arguments
-    config = read_config(model)
-    narrow = config.get("v_head_dim", config.get("head_dim")) != config.get("head_dim")
-    latent = "kv_lora_rank" in config
-    backend = "FLASH_ATTN_MLA" if latent else "TRITON_ATTN_DIFFKV" if narrow else "TRITON_ATTN"
-    speculative = {**arguments["speculative_config"], "attention_backend": backend}
-    # The bytes are given and not measured, so that other processes may use the GPU meanwhile.
-    engine = {"attention_config": {"backend": backend}, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-    return {**arguments, **engine, "speculative_config": speculative}
 
 
 @contextmanager
@@ -135,7 +120,7 @@ class ScheduleRun:
     """One schedule on one engine; `run` plays it to its end, and aborts the requests that are left.
 
     Attributes:
-        finished: the requests without a salt that have ended.
+        finished: the requests without a salt and an adapter that have ended.
     """
 
     engine: Engine
@@ -183,6 +168,7 @@ class ScheduleRun:
         if plan.resets:
             self._reset_prefix_cache()
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import StructuredOutputsParams
 
         params = SamplingParams(
@@ -196,8 +182,12 @@ class ScheduleRun:
         )
         name = f"{self.name} request {step}.{len(self.active)}"
         prompt = {"prompt_token_ids": plan.prompt} | ({"cache_salt": plan.salt} if plan.salt else {})
-        request_id = self.engine.engine.add_request(name, prompt, params)
+        adapter = LoRARequest("adapter", 1, str(self.engine.model / ADAPTER)) if plan.adapted else None
+        request_id = self.engine.engine.add_request(name, prompt, params, lora_request=adapter)
         self.active[request_id] = Request(plan, step)
+        if plan.adapted:
+            assert isinstance(self.watcher, Watcher)
+            self.watcher.adapted.add(request_id)
         if plan.parting is not None:
             self.watcher.partings[request_id] = plan.parting
         if plan.diverging:
@@ -230,7 +220,7 @@ class ScheduleRun:
         if followed is not None:
             seen = followed.tokens[: len(tokens)]
             assert tokens[: len(seen)] == seen, f"Request {request_id} gave other tokens than its passes showed."
-        if plan.salt is None:
+        if plan.salt is None and not plan.adapted:
             self.finished.append(Finished(tokens, plan.temperature > 0))
         events = self.watcher.report.events
         events.leaves += 1
@@ -365,6 +355,7 @@ def _watched_engine(
             rng,
             continuation,
             greedy_drafts=setup.speculative.get("draft_sample_method", "greedy") == "greedy",
+            adapted_model=adapted_model(folder) if setup.adapters else None,
         )
         yield engine, watcher
 

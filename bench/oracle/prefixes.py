@@ -13,10 +13,12 @@ from bench.oracle.schedules import RequestPlan, Setup
 
 INSIDE, AT, AFTER = "inside a block", "at a block's end", "right after a block"
 AGAIN, SALTED, ALONE = "not at all", "not at all, under the same salt", "not at all, under a salt of its own"
+ADAPTED = "not at all, with the same adapter"
 GREEDY, SAMPLED = "after another's greedy output", "after another's sampled output"
 PARTINGS = (INSIDE, AT, AFTER, AGAIN, SALTED, GREEDY, SAMPLED)
 """All kinds of which there are hits. Under a salt of its own a request has none."""
 KINDS = (*PARTINGS, ALONE, GREEDY, SAMPLED)
+"""What is planned; with adapters `ADAPTED`, too."""
 
 FURTHEST = 6
 """Parting right after a block is parting that many tokens after its end at most: as many as any draft looks ahead."""
@@ -28,13 +30,15 @@ def plan_prefixes(rng: random.Random, setup: Setup, texts: Sequence[Sequence[int
     block_size = setup.block_size
     longest = setup.max_model_len - block_size
     prompts = [_cut(rng, texts, rng.randint(min(3 * block_size, longest - 1), longest)) for _ in range(2)]
+    kinds = [*KINDS, ADAPTED] if setup.adapters else list(KINDS)
     plans = []
     for prompt in prompts:
         first = _request(rng, setup, 0, prompt, 0.0)
         plans += [first, replace(first, step=1, salt="shared")]
+        plans += [replace(first, step=1, adapted=True)] if setup.adapters else []
     # Each begins once those before it have run for some steps.
-    steps = sorted(rng.randint(8, num_steps - 10) for _ in range(rng.randint(len(KINDS), 16)))
-    kinds = [*rng.sample(KINDS, len(KINDS)), *rng.choices(KINDS, k=len(steps) - len(KINDS))]
+    steps = sorted(rng.randint(8, num_steps - 10) for _ in range(rng.randint(len(kinds), 16)))
+    kinds = [*rng.sample(kinds, len(kinds)), *rng.choices(kinds, k=len(steps) - len(kinds))]
     for step, kind in zip(steps, kinds, strict=True):
         plans.append(_plan(rng, setup, texts, rng.choice(prompts), step, kind))
     # A step that is under way when the cache is reset is thrown away with its tokens, which its pass has shown.
@@ -54,7 +58,7 @@ def _plan(
         return replace(_request(rng, setup, step, tail, temperature), follows=True)
     plan = _request(rng, setup, step, _parted(rng, setup.block_size, texts, prompt, kind), temperature)
     salt = {SALTED: "shared", ALONE: f"of step {step}, {rng.random()}"}.get(kind)
-    return replace(plan, parting=kind, salt=salt)
+    return replace(plan, parting=kind, salt=salt, adapted=kind == ADAPTED)
 
 
 def _parted(

@@ -26,6 +26,7 @@ class Setup:
             and some are preempted: the scheduler admits none whose prompt doesn't fit.
         max_batched_tokens, chunk: the largest step, and the largest chunk of a prompt (0: as large as the step).
         prefixes: requests share what they begin with, in all the ways that there are (`bench/oracle/prefixes.py`).
+        adapters: some requests have a LoRA adapter, of the one checkpoint that there is one for (`mimo`).
         hash_algorithm: of the prefix cache's keys.
         checkpoint: `tiny`; `wide`, the same with KV cache groups that differ in their block size
             (`variants.widen_sliding_layers`); `mimo`, a model of one module; `narrow`, a MiMo-V2 with narrower values
@@ -58,6 +59,7 @@ class Setup:
     crowd: bool = False
     prefix_caching: bool = True
     prefixes: bool = False
+    adapters: bool = False
     hash_algorithm: str = "sha256"
     block_size: int = BLOCK_SIZE
     checkpoint: Literal["tiny", "wide", "mimo", "narrow"] = "tiny"
@@ -112,6 +114,9 @@ class Setup:
             "kv_transfer_config": self._connector(storage) if self.collects else None,
             "additional_config": {KEY: {"adapt_drafts": self.adaptive}},
             "async_scheduling": self.overlapped,
+            # On the CPU, vLLM gives rows without an adapter the last one's weights: of two there is one, and the last
+            # one's are zero.
+            **({"enable_lora": True, "max_loras": 2} if self.adapters else {}),
             "disable_log_stats": True,
             "tensor_parallel_size": self.ranks,
             "distributed_executor_backend": "external_launcher" if self.ranks > 1 else None,
@@ -176,6 +181,7 @@ SETUPS = (
     Setup("prefixes, few blocks", prefixes=True, num_blocks=48, chunk=40, hash_algorithm="sha256_cbor"),
     Setup("prefixes, overlapped", prefixes=True, overlapped=True, k=6, hash_algorithm="xxhash"),
     Setup("prefixes, one module", checkpoint="mimo", prefixes=True, chunk=40, hash_algorithm="xxhash_cbor"),
+    Setup("prefixes, adapters", checkpoint="mimo", prefixes=True, adapters=True, chunk=40),
     Setup("prefixes, vLLM's own", checkpoint="mimo", host=True, prefixes=True, chunk=40),
     Setup("prefixes, vLLM's own modules", host=True, prefixes=True, v1=False),
     Setup("vLLM's own", checkpoint="mimo", host=True, max_batched_tokens=48),
@@ -244,6 +250,7 @@ class RequestPlan:
         parting: how it is to part from the requests before it (`bench/oracle/prefixes.py`).
         follows: its prompt begins with all tokens of the last request that finished before it came.
         salt: of its keys in the prefix cache.
+        adapted: it has the LoRA adapter.
         resets: the prefix cache is reset before it comes.
     """
 
@@ -258,6 +265,7 @@ class RequestPlan:
     parting: str | None = None
     follows: bool = False
     salt: str | None = None
+    adapted: bool = False
     resets: bool = False
 
 

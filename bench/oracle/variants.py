@@ -21,6 +21,8 @@ from bench.reference.dense import DenseModel, read_config
 from proposers.options import FROM_ENVIRONMENT
 
 WEIGHTS = "model.safetensors"
+ADAPTER = "adapter"
+"""The folder of a checkpoint's LoRA adapter, in that of the checkpoint."""
 
 
 @contextmanager
@@ -37,6 +39,8 @@ def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
             narrow_values(model, folder)
         else:
             mimo.write_checkpoint(folder, read_config(model)["vocab_size"])
+        if setup.adapters:
+            mimo.write_adapter(folder / ADAPTER)
         yield folder
 
 
@@ -46,6 +50,19 @@ def dense_model(folder: Path, setup: Setup, dtype: str) -> DenseModel:
         return DenseModel(folder, hidden_states_flow=False)
     dense = reference.dense_model(folder)
     return make_cheap(dense, drafted_tokens(len(dense.head)), getattr(torch, dtype)) if setup.cheap else dense
+
+
+def adapted_model(folder: Path) -> DenseModel:
+    """The reference of a checkpoint for requests with its adapter: W + scale * B A in place of W."""
+    dense, tensors = reference.dense_model(folder), load_file(folder / ADAPTER / "adapter_model.safetensors")
+    config = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
+    for name, a in tensors.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        b = tensors[name.replace("lora_A", "lora_B")]
+        layer, _, linear = name.partition(".layers.")[2].removesuffix(".lora_A.weight").partition(".")
+        dense.target[int(layer)].weights[f"{linear}.weight"] += config["lora_alpha"] / config["r"] * b @ a
+    return dense
 
 
 def drafted_tokens(vocab_size: int) -> list[int]:

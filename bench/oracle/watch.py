@@ -70,6 +70,8 @@ class Watcher:
         greedy_drafts: drafts are never sampled; otherwise those of requests with a temperature are not compared.
         diverging: ids of requests whose prompt leaves an earlier one right after a block.
         partings: of requests that were planned to share a prefix, by id, how they do (`bench/oracle/prefixes.py`).
+        adapted_model: what the model is to requests with the adapter.
+        adapted: their ids.
     """
 
     runner: Any
@@ -82,6 +84,8 @@ class Watcher:
     greedy_drafts: bool = True
     diverging: set[str] = field(default_factory=set)
     partings: dict[str, str] = field(default_factory=dict)
+    adapted_model: DenseModel | None = None
+    adapted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.view = view_of(self.runner)
@@ -102,6 +106,7 @@ class Watcher:
         self.followed.clear()
         self.diverging.clear()
         self.partings.clear()
+        self.adapted.clear()
 
     # Hooks.
 
@@ -237,7 +242,9 @@ class Watcher:
     def _followed(self, request_id: str) -> Followed:
         if request_id not in self.followed:
             prompt, _ = self.view.known_tokens(request_id)
-            self.followed[request_id] = Followed(Reference(self.model), prompt)
+            model = self.adapted_model if request_id in self.adapted else self.model
+            assert model is not None
+            self.followed[request_id] = Followed(Reference(model), prompt)
         return self.followed[request_id]
 
     # Rows.

@@ -71,10 +71,10 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
     """Generates greedily for all prompts at once.
 
     Returns:
-        `token_ids` of each prompt's output; `seconds` in all; `ttft_ms`, when each request had its first token; of the
-        steps in which every request decoded, `step_ms`, `decode_spans` (when they began and ended) and their
-        `decode_tokens_per_s`: steps that prefill, and those after the first request has ended, would be figures of
-        another batch size; `yardstick_ms` before and after.
+        `token_ids` of each prompt's output; `started`, by `time.perf_counter`, and `seconds` in all; `ttft_ms`, when
+        each request had its first token; of the steps in which every request decoded, `step_ms`, `decode_spans` (when
+        they began and ended) and their `decode_tokens_per_s`: steps that prefill, and those after the first request has
+        ended, would be figures of another batch size; `yardstick_ms` before and after.
     """
     from vllm import SamplingParams
 
@@ -105,6 +105,7 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
     seconds = time.perf_counter() - started
     step_ms = [(end - start) * 1e3 for start, end in decode_spans]
     return {
+        "started": started,
         "seconds": seconds,
         "yardstick_ms": [*yardstick, yardstick_ms()],
         "token_ids": [finished[request_id] for request_id in request_ids],

@@ -21,6 +21,7 @@ from bench.workers.engine import (
     run_batch,
     run_worker,
 )
+from bench.workers.propose_times import take_propose_times, time_propose
 
 # `MTP_PROPOSERS`, and the runner that is asked for.
 MODES = {
@@ -120,30 +121,6 @@ class GraphMemory:
             return result
 
         return capture_model
-
-
-def time_propose(worker: Any) -> None:
-    """For `collective_rpc`: has every further draft pass of a worker timed, for `take_propose_times`."""
-    drafter = drafter_of(worker.model_runner)
-    worker.propose_times = times = []
-    if drafter is None:
-        return
-    original = drafter.propose
-
-    def propose(*args: Any, **kwargs: Any) -> Any:
-        before = time.perf_counter()
-        result = original(*args, **kwargs)
-        times.append((before, (time.perf_counter() - before) * 1e3))
-        return result
-
-    drafter.propose = propose
-
-
-def take_propose_times(worker: Any) -> list[tuple[float, float]]:
-    """When each draft pass since the last call began, and its host time in ms."""
-    taken = list(worker.propose_times)
-    worker.propose_times.clear()
-    return taken
 
 
 def profile_steps(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
@@ -287,7 +264,9 @@ def run_by_turns(llm: Any, spec: dict[str, Any], prompts: list[list[int]]) -> di
             drafts_now, accepted_now = acceptance_counters(llm)
             run |= {"drafts": drafts_now - drafts, "accepted": sum(accepted_now) - sum(accepted)}
             times, spans = llm.collective_rpc(take_propose_times)[0], run["decode_spans"]
-            run["propose_host_ms"] = [ms for when, ms in times if any(start <= when < end for start, end in spans)]
+            run["propose_host_ms"] = [
+                (after - before) * 1e3 for before, after in times if any(start <= before < end for start, end in spans)
+            ]
             runs[batch].append(run)
     return runs
 

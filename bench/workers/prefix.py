@@ -1,11 +1,15 @@
 """One mode of `bench prefix`, in a process of its own: `python -m bench.workers.prefix SPEC.json RESULT.json`."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from bench.device import for_device
 from bench.processes import report_progress, take_turn
 from bench.workers.engine import acceptance_counters, describe_engine, keep_engine_in_process, run_batch, run_worker
+from bench.workers.propose_times import take_propose_times, time_propose
 
 # `MTP_PROPOSERS` of each mode, and what is added to the speculative config.
 MODES: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -60,25 +64,28 @@ def build_engine(spec: dict[str, Any]) -> Any:
     choose_runner(spec["runner"])
     if spec["recurrent"]:
         run_recurrent_states()
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else float32 products of Triton have the precision of TF32
     from vllm import LLM
 
     config = {"method": "mtp", "num_speculative_tokens": spec["k"]}
-    return LLM(
-        spec["model"],
-        dtype=spec["dtype"],
-        max_model_len=spec["max_model_len"],
-        max_num_seqs=spec["at_once"],
-        skip_tokenizer_init=True,
-        speculative_config=None if speculative is None else config | speculative,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        **spec["engine"],
-    )
+    arguments = {
+        "dtype": spec["dtype"],
+        "max_model_len": spec["max_model_len"],
+        "max_num_seqs": spec["at_once"],
+        "skip_tokenizer_init": True,
+        "speculative_config": None if speculative is None else config | speculative,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+    }
+    return LLM(spec["model"], **for_device(Path(spec["model"]), arguments) | spec["engine"])
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     report_progress("starting the engine")
     llm = build_engine(spec)
+    engine = describe_engine(llm)
+    assert_drafted_for(spec["mode"], engine["proposer"])
+    llm.collective_rpc(time_propose, args=(True,))
     take_turn()
     report_progress("warming up")
     for name in SCENARIOS:
@@ -89,7 +96,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             take_turn()
             report_progress(f"{name}, run {repeat + 1} of {spec['runs']}")
             runs[name].append(play(llm, spec, name, str(repeat)))
-    return {**describe_engine(llm), "runs": runs}
+    return {**engine, "runs": runs}
+
+
+def assert_drafted_for(mode: str, proposer: str | None) -> None:
+    """Raises `AssertionError` where this package is to draft and doesn't: its plugin is not installed."""
+    ours = proposer is not None and proposer.startswith("proposers.")
+    assert ours == (MODES[mode][0] == "on"), f"In mode {mode} drafts are made by {proposer}: is the plugin installed?"
 
 
 def play(llm: Any, spec: dict[str, Any], name: str, tag: str) -> dict[str, Any]:
@@ -98,17 +111,21 @@ def play(llm: Any, spec: dict[str, Any], name: str, tag: str) -> dict[str, Any]:
     hits, (drafts, accepted) = prefix_hits(llm), acceptance_counters(llm)
     streams: list[tuple[list[int], list[int]]] = []
     ttft_ms: list[float] = []
+    drafting_ms: list[float] = []
     seconds = 0.0
     for index, (prompts, done) in enumerate(_batches(llm, spec, name, tag)):
         streams += zip(prompts, done["token_ids"], strict=True)
-        ttft_ms += done["ttft_ms"] if index else []  # the first have nothing to hit
         seconds += done["seconds"]
+        if index:  # the first have nothing to hit
+            ttft_ms += done["ttft_ms"]
+            drafting_ms += [drafting_before(done["started"] + ms / 1e3, done["passes"]) for ms in done["ttft_ms"]]
     drafts_now, accepted_now = acceptance_counters(llm)
     before: Sequence[int] = accepted or [0] * len(accepted_now)
     return {
         "prompt_tokens": sum(len(prompt) for prompt, _ in streams),
         "hit_tokens": prefix_hits(llm) - hits,
         "ttft_ms": ttft_ms,
+        "ttft_drafting_ms": drafting_ms,
         "seconds": seconds,
         "output_tokens": sum(len(output) for _, output in streams),
         "num_drafts": drafts_now - drafts,
@@ -122,11 +139,16 @@ def _batches(llm: Any, spec: dict[str, Any], name: str, tag: str) -> Iterator[tu
     prompts = next(scenario)
     for index in range(10_000):
         done = run_batch(llm.llm_engine, prompts, spec["output_tokens"], f"{name}-{tag}-{index}-{time.monotonic_ns()}")
-        yield prompts, done
+        yield prompts, done | {"passes": llm.collective_rpc(take_propose_times)[0]}
         try:
             prompts = scenario.send(done["token_ids"])
         except StopIteration:
             return
+
+
+def drafting_before(moment: float, passes: list[tuple[float, float]]) -> float:
+    """How many ms of these passes lie before that moment."""
+    return 1e3 * sum(max(0.0, min(end, moment) - start) for start, end in passes)
 
 
 def prefix_hits(llm: Any) -> int:

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from mtp.prefix import look_ahead_in_prefix_cache, make_block_hasher
 from tests.support import scenarios
-from tests.support.engine_arguments import mtp
+from tests.support.engine_arguments import mtp, offloading
 from tests.support.forked_engine import Run, run
 from tests.support.tiny_models import SIZES, write_eagle, write_model
 
@@ -143,20 +143,31 @@ def test_prompts_that_another_engine_computed_bring_their_draft_rows_and_keep_vl
     assert "ExampleConnector may count on vLLM's keys. Every hit loses its last block" in decoding.log
 
 
+def test_blocks_that_were_offloaded_come_back_with_their_draft_rows_and_keep_vllms_keys() -> None:
+    # vLLM's own worker for it needs a GPU (tests/gpu/test_offloading.py).
+    worker = {"spec_name": "HostOffloadingSpec", "spec_module_path": "tests.support.host_offloading"}
+    done = run(scenarios.offloaded, mtp(3) | offloading(**worker))
+    scenarios.assert_brought_back(done.value)
+    assert "OffloadingConnector may count on vLLM's keys. Every hit loses its last block" in done.log
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-def eagle_run(llama: str, folder: Path, method: str, **more: Any) -> Run:
+def eagle_run(llama: str, folder: Path, method: str, v2: bool = False, **more: Any) -> Run:
     draft = {"method": method, "model": write_eagle(folder, method), "num_speculative_tokens": 2}
     engine = {"model": llama, "speculative_config": draft, "max_num_batched_tokens": 40, "skip_tokenizer_init": True}
-    return run(scenarios.rows_after_hits, engine | more, vocab_size=SIZES["vocab_size"])
+    return run(scenarios.rows_after_hits, engine | more, v2=v2, vocab_size=SIZES["vocab_size"])
 
 
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_rows_of_eagle_after_a_hit_are_those_of_a_run_from_scratch(llama: str, tmp_path: Path, method: str) -> None:
-    done = eagle_run(llama, tmp_path, method)
+def test_rows_of_eagle_after_a_hit_are_those_of_a_run_from_scratch(
+    llama: str, tmp_path: Path, method: str, v2: bool
+) -> None:
+    done = eagle_run(llama, tmp_path, method, v2)
     for name, blocks in {"parting": 1, "again": 3}.items():
         found = done.value[name]
         # The first block that follows is the other's: its last row was made of another token.

@@ -31,6 +31,13 @@ def mtp(num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_speculative_tokens, **more}}
 
 
+def offloading(**more: Any) -> dict[str, Any]:
+    """Engine arguments for vLLM's offloading connector, which keeps blocks of prompts in host memory."""
+    extra = {"cpu_bytes_to_use": 1 << 25, **more}
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_transfer_config": config}
+
+
 def extract(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
     """Engine arguments for extracting these layers' hidden states; None: the config names none."""
     hf_config = {} if layer_ids is None else {"eagle_aux_hidden_state_layer_ids": layer_ids}

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 
 from bench.corpus import held_out_prompts
 from bench.oracle.cache import module_caches
-from bench.oracle.runners import view_of
+from bench.oracle.runners import V1Runner, view_of
 from bench.workers.engine import drafter_of
 from mtp.fusion import blocks
 from mtp.fusion.gemms import weight_of_both
@@ -385,8 +385,44 @@ def transferred(llm: LLM, max_tokens: int) -> dict[str, Any]:
     return {"tokens": greedy(llm, [text[: 70 + 5 * i] for i, text in enumerate(texts)], max_tokens), **state(llm)}
 
 
+OFFLOADED = (100, 140, 170)
+"""Lengths of prompts whose last whole block is followed by as many tokens as its draft rows depend on."""
+
+
+def offloaded(llm: LLM) -> dict[str, Any]:
+    """The same prompts twice, between which the prefix cache is reset: their blocks are in host memory alone."""
+    *texts, other = held_out_prompts(llm.get_tokenizer(), len(OFFLOADED) + 1, max(OFFLOADED))
+    prompts = [text[:length] for text, length in zip(texts, OFFLOADED, strict=True)]
+
+    def play() -> dict[str, Any]:
+        before = metrics(llm)
+        tokens, after = greedy(llm, prompts), metrics(llm)
+        counts = {name: after[name] - before[name] for name in COUNTS}
+        accepted = [b - a for a, b in zip(before[ACCEPTED], after[ACCEPTED], strict=True)]
+        return {"tokens": tokens, "accepted": accepted, **counts}
+
+    first = play()
+    greedy(llm, [other[:20]], 8)  # steps in which what is on its way arrives
+    return {"first": first, "reset": llm.reset_prefix_cache(), "again": play(), **state(llm)}
+
+
+ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
+COUNTS = ("prefix_cache_hits", "external_prefix_cache_hits")
+
+
+def assert_brought_back(found: dict[str, Any]) -> None:
+    """Of what `offloaded` has found: outputs and drafts don't depend on where the blocks came from."""
+    first, again = found["first"], found["again"]
+    assert found["reset"]
+    assert [first[name] for name in COUNTS] == [0, 0]
+    assert again["prefix_cache_hits"] == 0
+    assert again["external_prefix_cache_hits"] >= BLOCK
+    assert (again["tokens"], again["accepted"]) == (first["tokens"], first["accepted"])
+    assert min(first["accepted"]) > 0
+
+
 def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
-    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache (V1).
+    """How far a draft's rows are from those of a run from scratch where a prompt was partly in the prefix cache.
 
     It parts from the prompt before it right after a block, and in chunks.
     """
@@ -398,7 +434,8 @@ def rows_after_hits(llm: LLM, vocab_size: int) -> dict[str, Any]:
         view.scheduled = view.runner.execute_model_state.scheduler_output
         return sample_tokens(*args, **kwargs)
 
-    view.runner.sample_tokens = noting_sample_tokens
+    if isinstance(view, V1Runner):
+        view.runner.sample_tokens = noting_sample_tokens
 
     def reading_propose(*args: Any, **kwargs: Any) -> Any:
         request = view.read_pass(*args, **kwargs).requests[0]

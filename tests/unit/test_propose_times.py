@@ -1,0 +1,53 @@
+"""How long drafting takes before a first token."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.prefix import summarise
+from bench.workers.prefix import assert_drafted_for, drafting_before
+from bench.workers.propose_times import take_propose_times, time_propose
+from tests.support.children import TINY
+
+
+def test_every_pass_is_timed_and_told_once() -> None:
+    drafter = SimpleNamespace(propose=lambda x: time.sleep(0.01) or x)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
+    time_propose(worker)
+    before = time.perf_counter()
+    assert [drafter.propose(i) for i in range(3)] == [0, 1, 2]
+    spans = take_propose_times(worker)
+    assert [before, *(moment for span in spans for moment in span)] == sorted(
+        [before, *(moment for span in spans for moment in span)]
+    )
+    assert all(end - start >= 0.01 for start, end in spans)
+    assert take_propose_times(worker) == []
+
+
+def test_an_engine_that_drafts_nothing_has_no_passes() -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    time_propose(worker)
+    assert take_propose_times(worker) == []
+
+
+@pytest.mark.parametrize(("moment", "ms"), [(0.5, 0), (1.5, 500), (2.5, 1000), (3.25, 1250), (9, 2000)])
+def test_of_a_pass_that_is_running_the_part_before_counts(moment: float, ms: float) -> None:
+    assert drafting_before(moment, [(1.0, 2.0), (3.0, 4.0)]) == pytest.approx(ms)
+
+
+def test_a_record_has_medians_of_what_is_left_of_each_request() -> None:
+    run: dict[str, Any] = {
+        "prompt_tokens": 9, "hit_tokens": 4, "num_drafts": 0, "num_accepted": 0, "output_tokens": 6, "seconds": 2.0,
+    }  # fmt: skip
+    times = [([10.0, 30.0], [2.0, 25.0]), ([20.0], [4.0])]
+    entry = summarise([run | {"ttft_ms": a, "ttft_drafting_ms": b} for a, b in times], TINY, 3)
+    assert (entry["ttft_ms"], entry["ttft_drafting_ms"], entry["ttft_less_drafting_ms"]) == (20, 4, 8)
+
+
+def test_a_mode_of_this_package_that_somebody_else_drafts_in_is_an_error() -> None:
+    assert_drafted_for("ours", "proposers.v2.MultiGroupSpeculator")
+    assert_drafted_for("none", None)
+    with pytest.raises(AssertionError, match="is the plugin installed"):
+        assert_drafted_for("ours", "vllm.v1.spec_decode.eagle.EagleProposer")
