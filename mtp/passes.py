@@ -467,10 +467,17 @@ class DraftPasses(GroupProposer, ABC):
     def release_captured(self) -> None:
         self.graphs = None
 
-    def _run_captured(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
-        drafts = self._new_drafts(self.plan.num_speculative_tokens, captured=True)
+    def _run_captured(
+        self, inputs: PassInputs, cad: CommonAttentionMetadata, num_drafts: int | None = None
+    ) -> torch.Tensor:
+        """`[num_reqs, configured number]` int64; drafts past `num_drafts` are 0."""
+        configured = self.plan.num_speculative_tokens
+        drafts = self._new_drafts(configured if num_drafts is None else num_drafts, captured=True)
         self._run_pass(inputs, cad, None, drafts)
-        return torch.stack(drafts.token_ids, dim=1)
+        found = drafts.token_ids
+        if missing := configured - len(found):
+            found += [torch.zeros(cad.num_reqs, dtype=torch.int64, device=self.device)] * missing
+        return torch.stack(found, dim=1)
 
     def _new_drafts(self, num_steps: int, captured: bool = False) -> Drafts:
         return Drafts(num_steps, captured)

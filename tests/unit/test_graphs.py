@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
@@ -37,7 +38,7 @@ def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor], max_mod
     )
 
 
-def no_pass(inputs: Any, cad: Any) -> torch.Tensor:
+def no_pass(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
     return torch.zeros(cad.num_reqs, 3)
 
 
@@ -46,7 +47,7 @@ def test_a_pass_reads_the_graphs_tables_and_the_hosts_are_put_back() -> None:
     hosts = [group.block_table for group in groups]
     seen: list[Any] = []
 
-    def run(inputs: Any, cad: Any) -> torch.Tensor:
+    def run(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
         seen.extend(group.block_table for group in groups)
         return torch.zeros(2, 3)
 
@@ -60,7 +61,7 @@ def test_a_pass_that_fails_leaves_the_hosts_tables_too() -> None:
     groups = [make_group(1), make_group(2)]
     hosts = [group.block_table for group in groups]
 
-    def run(inputs: Any, cad: Any) -> torch.Tensor:
+    def run(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -81,8 +82,8 @@ def planned(query_lens: list[int], upper: list[int] | None = None, chunk_ends: b
     graphs = make_graphs([make_group(1)], no_pass, limit)
     for shape in reversed(SHAPES):
         graphs.add(shape, None, torch.zeros(0))
-    bounds = None if upper is None else torch.tensor(upper)
-    return graphs.plan(torch.tensor(query_lens, dtype=torch.int32), bounds, chunk_ends)
+    bounds = None if upper is None else np.array(upper)
+    return graphs.plan(np.array(query_lens, dtype=np.int32), bounds, chunk_ends)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_what_is_left_over_are_sequences_that_the_context_has_room_for() -> None
     assert planned([17], [17], limit=7).window_starts.tolist() == [0, 17, 17, 18, 25, 32]
     assert planned([17], [17], limit=3) is None
     graphs = make_graphs([make_group(1)], no_pass, max_model_len=8)
-    none = torch.zeros(0, dtype=torch.int32)
+    none = np.zeros(0, dtype=np.int32)
     assert graphs.window_starts_of(none, PassShape(5, 32, even=False)).tolist() == [0, 0, 8, 16, 24, 32]
 
 
@@ -121,7 +122,7 @@ def test_windows_are_laid_out_one_after_the_other_and_the_rest_is_the_last_reque
     replay = planned([9, 1, 1], [9, 50, 2])
     # The second has two rows of the history before its own, the third has one: there are no more.
     assert replay.window_starts.tolist() == [0, 9, 12, 14, 14, 16]
-    full = make_graphs([make_group(1)], no_pass).window_starts_of(torch.tensor([3, 2]), PassShape(2, 5, even=False))
+    full = make_graphs([make_group(1)], no_pass).window_starts_of(np.array([3, 2]), PassShape(2, 5, even=False))
     assert full.tolist() == [0, 3, 5]
 
 
