@@ -442,6 +442,13 @@ class DraftPasses(GroupProposer, ABC):
             self.tables_stay,
         )
 
+    def fewer_drafts(self) -> list[int]:
+        """The numbers of drafts below the configured one that a step may ask for: a pass then leaves heads out."""
+        config = self.vllm_config.speculative_config
+        assert config is not None
+        table = config.num_speculative_tokens_per_batch_size or []
+        return sorted({num_drafts for *_, num_drafts in table} - {self.plan.num_speculative_tokens})
+
     def uneven_shapes(self) -> list[PassShape]:
         """What passes of steps that carry a prompt are captured for, the smallest first."""
         max_num_rows = self.max_captured_rows if can_capture_prompts(self.bound_groups) else 0

@@ -193,4 +193,5 @@ def window_lens(query_lens: np.ndarray, upper: np.ndarray | None, depth: int) ->
     if depth == 0:
         return query_lens
     least = depth + 1 if upper is None else np.minimum(upper[: len(query_lens)], depth + 1)
-    return np.maximum(query_lens, least, dtype=query_lens.dtype)
+    lens: np.ndarray = np.maximum(query_lens, least, dtype=query_lens.dtype)
+    return lens

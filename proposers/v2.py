@@ -112,7 +112,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         self.graphs = self.make_graphs()
         with graph_capture(device=self.device):
             for num_reqs in reversed(self._graph_sizes()):
-                for num_drafts in (None, *self._fewer_drafts()):
+                for num_drafts in (None, *self.fewer_drafts()):
                     self.graphs.capture(self.graphs.even(num_reqs, num_drafts))
             self.capture_uneven()
 
@@ -121,12 +121,6 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         query_len = 1 + self.plan.num_speculative_tokens
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         return sorted({size // query_len for size in sizes if 0 < size // query_len <= self.max_num_reqs})
-
-    def _fewer_drafts(self) -> set[int]:
-        """Numbers of drafts below the configured one that a step may be asked for, in which heads are left out."""
-        assert self.speculative_config is not None
-        table = self.speculative_config.num_speculative_tokens_per_batch_size or []
-        return {num_drafts for *_, num_drafts in table} - {self.plan.num_speculative_tokens}
 
     # A drafting pass.
 

@@ -21,6 +21,7 @@ from bench.workers.engine import (
     run_batch,
     run_worker,
 )
+from bench.workers.host_parts import take_propose_times, time_propose
 
 # `MTP_PROPOSERS`, and the runner that is asked for.
 MODES = {
@@ -30,9 +31,12 @@ MODES = {
     "ours": ("on", "0"),
     "ours-v2": ("on", "1"),
     "ours-v2-cheap": ("on", "1"),
+    "ours-v2-adaptive": ("on", "1"),
 }
 CHEAP = "-cheap"
 """How the name of a mode ends whose drafts read weights of 8 bits and score a part of the vocabulary."""
+ADAPTIVE = "-adaptive"
+"""How the name of a mode ends in which the number of drafts is chosen step by step."""
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches
     "norm": ("norm",),  # before the GEMMs: "gemma" has "gemm" in it
@@ -45,14 +49,16 @@ FAMILIES = {  # by parts of kernel names, the first that matches
 }
 
 
-def cheap_options(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
-    """Engine arguments of a mode beyond those of all: none but of a mode with cheap drafts.
+def options_of(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
+    """Engine arguments of a mode beyond those of all: of one with options of this package.
 
     Args:
         size: tokens of the draft vocabulary. Which ones they are makes no difference to dummy weights, or to a step's
             time.
         folder: where the list is put; to be kept for as long as the engine.
     """
+    if mode.endswith(ADAPTIVE):
+        return {"additional_config": {"mtp_proposers": {"adapt_drafts": True}}}
     if not mode.endswith(CHEAP):
         return {}
     file = folder / "draft_vocabulary.json"
@@ -83,7 +89,7 @@ def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
             speculative_config=None if spec["mode"] == "none" else speculative,
             disable_log_stats=False,
             enable_prefix_caching=False,
-            **cheap_options(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
+            **options_of(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
             **spec["engine"],
         )
     # Where engines start side by side, what the device lacks afterwards is not what one of them took; several ranks
@@ -120,30 +126,6 @@ class GraphMemory:
             return result
 
         return capture_model
-
-
-def time_propose(worker: Any) -> None:
-    """For `collective_rpc`: has every further draft pass of a worker timed, for `take_propose_times`."""
-    drafter = drafter_of(worker.model_runner)
-    worker.propose_times = times = []
-    if drafter is None:
-        return
-    original = drafter.propose
-
-    def propose(*args: Any, **kwargs: Any) -> Any:
-        before = time.perf_counter()
-        result = original(*args, **kwargs)
-        times.append((before, (time.perf_counter() - before) * 1e3))
-        return result
-
-    drafter.propose = propose
-
-
-def take_propose_times(worker: Any) -> list[tuple[float, float]]:
-    """When each draft pass since the last call began, and its host time in ms."""
-    taken = list(worker.propose_times)
-    worker.propose_times.clear()
-    return taken
 
 
 def profile_steps(llm: Any, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:

@@ -20,7 +20,9 @@ def make_group(gid: int) -> KVGroup:
     return KVGroup(gid, 16, torch.zeros(32, dtype=torch.int64), ("layer",), block_table=table)
 
 
-def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor], max_model_len: int = 64) -> PassGraphs:
+def make_graphs(
+    groups: list[KVGroup], run: Callable[..., torch.Tensor], max_model_len: int = 64, tables_stay: bool = False
+) -> PassGraphs:
     return PassGraphs(
         VllmConfig(),
         run,
@@ -35,6 +37,7 @@ def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor], max_mod
         hidden_size=8,
         dtype=torch.float32,
         device=CPU,
+        tables_stay=tables_stay,
     )
 
 
@@ -67,6 +70,22 @@ def test_a_pass_that_fails_leaves_the_hosts_tables_too() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         make_graphs(groups, run).run_static(PassShape(2, 8, even=True))
     assert all(group.block_table is host for group, host in zip(groups, hosts, strict=True))
+
+
+def test_a_pass_reads_the_hosts_tables_in_place_where_they_stay_and_have_as_many_requests() -> None:
+    group, seen = make_group(1), []
+
+    def run(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
+        seen.append(group.block_table)
+        return torch.zeros(cad.num_reqs, 3)
+
+    host = group.block_table
+    graphs = make_graphs([group], run, tables_stay=True)
+    for num_reqs in (4, 5):
+        graphs.run_static(PassShape(num_reqs, 16, even=False))
+    assert seen[0].data_ptr() == host.data_ptr()
+    assert seen[1].data_ptr() != host.data_ptr()
+    assert [len(table) for table in seen] == [4, 5]
 
 
 SHAPES = (
@@ -106,6 +125,18 @@ def test_the_smallest_graph_that_has_room_runs_a_step(
 ) -> None:
     replay = planned(query_lens, upper, chunk_ends)
     assert (None if replay is None else replay.shape) == shape
+
+
+@pytest.mark.parametrize(("num_reqs", "num_drafts", "made"), [(2, 0, 0), (2, 1, None), (4, 0, None), (2, 3, None)])
+def test_a_graph_of_as_many_drafts_runs_a_step_that_wants_fewer_and_else_one_of_all(
+    num_reqs: int, num_drafts: int, made: int | None
+) -> None:
+    graphs = make_graphs([make_group(1)], no_pass)
+    for shape in (graphs.even(2, 0), graphs.even(2), graphs.even(4)):
+        graphs.add(shape, None, torch.zeros(0))
+    replay = graphs.plan(np.ones(num_reqs, dtype=np.int32), None, False, num_drafts)
+    assert replay is not None
+    assert replay.shape == graphs.even(num_reqs, made)
 
 
 def test_what_is_left_over_are_sequences_that_the_context_has_room_for() -> None:
