@@ -42,7 +42,8 @@ def shown_modes(name: str) -> dict[str, str]:
 def tokens() -> str:
     modes = shown_modes(SERVED)
     over = {"over vLLM's": ratios("upstream-v2"), "over no speculation": ratios("none")}
-    over |= {f"{words} over no speculation": ratios("none", mode) for mode, words in CONTROLLER.items() if mode in modes}
+    for mode in modes.keys() & CONTROLLER.keys():
+        over[f"{modes[mode]} over no speculation"] = ratios("none", mode)
     rows = []
     for concurrency in served(TOKENS, "none"):
         cells = (show_quartiles(served(TOKENS, mode)[concurrency], 0) for mode in modes)
@@ -62,10 +63,10 @@ def cheap() -> str:
 
 
 def cells(name: str) -> str:
-    """Every prompt length of a record that has one turn: medians of requests, so there is no spread of turns to show."""
+    """Every cell of a record that has one turn: medians of requests, so there is no spread of turns to show."""
     modes, settings, rows = record(name)["modes"], record(name)["settings"], []
-    words = shown_modes(name)
-    over = [(mode, base) for mode in words for base in ("upstream-v2", "none") if mode not in ("none", "upstream-v2")]
+    words, bases = shown_modes(name), {"upstream-v2": "over vLLM's", "none": "over no speculation"}
+    over = [(mode, base) for mode in words if mode not in bases for base in bases]
     for length in map(str, settings["prompt_tokens"]):
         for concurrency in map(str, settings["concurrency"]):
             speeds, firsts = (
@@ -73,9 +74,9 @@ def cells(name: str) -> str:
                 for figure in (TOKENS, "ttft_ms")
             )
             shown = (show(x, 0) for x in (*speeds.values(), *firsts.values()))
-            rows.append([length, concurrency, *shown, *(show_ratio(speeds[mode] / speeds[base]) for mode, base in over)])
+            compared = (show_ratio(speeds[mode] / speeds[base]) for mode, base in over)
+            rows.append([length, concurrency, *shown, *compared])
     head = [f"{figure}, {name}" for figure in ("tokens/s", "first token, ms") for name in words.values()]
-    bases = {"upstream-v2": "over vLLM's", "none": "over no speculation"}
     head += [bases[base] if mode == "ours-v2" else f"{words[mode]} {bases[base]}" for mode, base in over]
     return table(["prompt", "requests at a time", *head], rows)
 
@@ -136,9 +137,9 @@ def arrivals_say() -> str:
     reached = "reached" if max(propose) <= PROPOSE_GOAL else "missed"
     return sentences(f"""
         In a step with a prompt this package's draft pass takes the host {span(propose)} ms, and vLLM's
-        {span(before)} ms: it is one captured graph, too. The goal, {PROPOSE_GOAL} ms, is {reached}. The GPU still idles for
-        {span(idle)} of such a step: the target runs eagerly where it computes a prompt, which is the host's time, with
-        and without speculation.
+        {span(before)} ms: it is one captured graph, too. The goal, {PROPOSE_GOAL} ms, is {reached}. The GPU still idles
+        for {span(idle)} of such a step: the target runs eagerly where it computes a prompt, which is the host's time,
+        with and without speculation.
     """)
 
 
