@@ -20,6 +20,8 @@ COUNTERS = {
     "drafts": "vllm:spec_decode_num_drafts",
     "accepted": "vllm:spec_decode_num_accepted_tokens",
     "preemptions": "vllm:num_preemptions",
+    "looked_up_tokens": "vllm:prefix_cache_queries",
+    "hit_tokens": "vllm:prefix_cache_hits",
 }
 
 

@@ -26,7 +26,7 @@ from bench.large_shapes import SHAPES, add_shape_arguments
 from bench.servers import Server, server_command, server_environment, serving
 from bench.spread import quartiles, show_quartiles
 from bench.tables import markdown
-from bench.workers.gpu import MODES, cheap_options
+from bench.workers.gpu import MODES, options_of
 
 SCHEMA = "vllm-mtp-proposers/serve/1"
 FIGURES = (  # of a turn, and shown as quartiles of all turns
@@ -185,8 +185,8 @@ def commands(
     drafts = {"speculative_config": settings["speculative_config"]}
 
     def engine(mode: str) -> dict[str, Any]:
-        cheap = cheap_options(mode, settings["vocab_size"], settings["draft_vocabulary"], folder)
-        return cheap | settings["engine"] | ({} if mode == "none" else drafts)
+        chosen = options_of(mode, settings["vocab_size"], settings["draft_vocabulary"], folder)
+        return chosen | settings["engine"] | ({} if mode == "none" else drafts)
 
     return {mode: (server_command(model, engine(mode)), server_environment(*MODES[mode])) for mode in modes}
 

@@ -10,14 +10,15 @@ carries a prompt windows are as long as they are. Where each begins is a tensor,
 no more requests and rows than it was captured for; what is left over goes to the last requests, which are padding.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from mtp.groups import KVGroup
@@ -32,11 +33,13 @@ class PassShape(NamedTuple):
     Attributes:
         num_reqs, num_rows: of the windows, padding included.
         even: all windows have the same length.
+        num_drafts: that are made; None: as many as are configured.
     """
 
     num_reqs: int
     num_rows: int
     even: bool
+    num_drafts: int | None = None
 
 
 class Replay(NamedTuple):
@@ -48,27 +51,28 @@ class Replay(NamedTuple):
     """
 
     shape: PassShape
-    window_starts: torch.Tensor | None = None
+    window_starts: np.ndarray | None = None
 
 
 class PassGraphs:
     """The graphs of one proposer and the inputs that they read.
 
     Args:
-        run: the pass of a batch, from its inputs and metadata to `[num_reqs, num_drafts]` token ids.
+        run: the pass of a batch, from its inputs, its metadata and `PassShape.num_drafts` to token ids `[num_reqs,
+            number that is configured]`.
         query_len: rows of each window of a decode pass, 1 + drafts.
         num_modules: that a pass runs.
         history_depth: rows that a window may have before those of its step.
         max_num_rows: of a pass with a prompt; 0: none is captured.
         padding_slot: a slot of the history that belongs to no request.
-        tables_stay: the groups' block tables are bound for good, hold every number of requests, and the host fills them
-            in place: a captured decode pass reads them as they are. Else it has copies.
+        tables_stay: the groups' block tables are bound for good and the host fills them in place: a captured pass of no
+            more requests than they hold reads them as they are. Else it has copies.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        run: Callable[[PassInputs, CommonAttentionMetadata], torch.Tensor],
+        run: Callable[[PassInputs, CommonAttentionMetadata, int | None], torch.Tensor],
         groups: Sequence[KVGroup],
         query_len: int,
         num_modules: int,
@@ -90,6 +94,8 @@ class PassGraphs:
         self._max_model_len = max_model_len
         self._device = device
         self._graphs: dict[PassShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._even: dict[int | None, list[PassShape]] = {}  # by the drafts that are made
+        self._uneven: list[PassShape] = []
         self._pool: Any = None
         even_starts = torch.arange(0, max_num_reqs * query_len + 1, query_len, dtype=torch.int32)
         self._even_starts_cpu, self._even_starts = even_starts, even_starts.to(device)
@@ -102,14 +108,15 @@ class PassGraphs:
         self._tables = [
             torch.zeros(max_num_reqs, group.table(1).shape[1], dtype=torch.int32, device=device) for group in groups
         ]
-        self._host_tables = [group.table(max_num_reqs - 1) for group in groups] if tables_stay else None
+        self._num_in_place = max_num_reqs - 1 if tables_stay else 0
+        self._host_tables = [group.table(self._num_in_place) for group in groups if tables_stay]
 
     def __contains__(self, shape: PassShape) -> bool:
         return shape in self._graphs
 
-    def even(self, num_reqs: int) -> PassShape:
+    def even(self, num_reqs: int, num_drafts: int | None = None) -> PassShape:
         """The shape of a decode pass."""
-        return PassShape(num_reqs, num_reqs * self.query_len, even=True)
+        return PassShape(num_reqs, num_reqs * self.query_len, even=True, num_drafts=num_drafts)
 
     @torch.inference_mode()
     def capture(self, shape: PassShape) -> None:
@@ -133,41 +140,53 @@ class PassGraphs:
     def add(self, shape: PassShape, graph: Any, drafts: torch.Tensor) -> None:
         """Takes a graph that runs `run_static(shape)` into `drafts`. The smallest that fits a step runs it."""
         self._graphs[shape] = graph, drafts
-        self._graphs = dict(sorted(self._graphs.items(), key=lambda item: (item[0].num_rows, item[0].num_reqs)))
+        fitting = self._even.setdefault(shape.num_drafts, []) if shape.even else self._uneven
+        fitting.append(shape)
+        fitting.sort(key=lambda shape: (shape.num_rows, shape.num_reqs))
 
     def run_static(self, shape: PassShape) -> torch.Tensor:
         """The eager pass over the static inputs: what is captured."""
-        host_tables = self._host_tables if shape.even else None
+        tables = self._host_tables if self._in_place(shape) else self._tables
         with ExitStack() as borrowed:
-            for group, table in zip(self._groups, host_tables or self._tables, strict=True):
+            for group, table in zip(self._groups, tables, strict=True):
                 borrowed.callback(setattr, group, "block_table", group.block_table)
                 group.block_table = table[: shape.num_reqs]
-            return self._run(*self._first(shape))
+            return self._run(*self._first(shape), shape.num_drafts)
 
-    def plan(self, query_lens: torch.Tensor, upper: torch.Tensor | None, has_chunk_ends: bool) -> Replay | None:
+    def _in_place(self, shape: PassShape) -> bool:
+        """It reads the host's block tables."""
+        return shape.num_reqs <= self._num_in_place
+
+    def plan(
+        self,
+        query_lens: np.ndarray,
+        upper: np.ndarray | None,
+        has_chunk_ends: bool,
+        num_drafts: int | None = None,
+    ) -> Replay | None:
         """The graph that can run a step; None where there is none.
 
         Args:
-            query_lens: `[num_reqs]` integer on the host.
-            upper: `[num_reqs]` integer or more on the host, bounds of the sequence lengths, exact where requests
-                prefill.
+            query_lens: `[num_reqs]` integer.
+            upper: `[num_reqs]` integer or more, bounds of the sequence lengths, exact where requests prefill.
             has_chunk_ends: a chunk ends before its prompt.
+            num_drafts: that are wanted; a graph may make more. None: all.
         """
         num_reqs = len(query_lens)
-        if not has_chunk_ends and int(query_lens.max()) <= self.query_len:
-            shape = next((shape for shape in self._graphs if shape.even and shape.num_reqs >= num_reqs), None)
+        if not has_chunk_ends and query_lens.max() <= self.query_len:
+            shapes = (shape for made in (num_drafts, None) for shape in self._even.get(made, ()))
+            shape = next((shape for shape in shapes if shape.num_reqs >= num_reqs), None)
             return None if shape is None else Replay(shape)
         lens = window_lens(query_lens, upper, self._history_depth)
         num_rows = int(lens.sum())
-        for shape in self._graphs:
+        for shape in self._uneven[bisect_left(self._uneven, num_rows, key=lambda shape: shape.num_rows) :]:
             rest, padding = shape.num_rows - num_rows, shape.num_reqs - num_reqs
             # The rest are sequences of their own, and a request that is padding begins at a row of it.
-            fits = rest == padding == 0 or 0 < rest <= padding * self._max_model_len
-            if fits and not shape.even:
+            if rest == padding == 0 or 0 < rest <= padding * self._max_model_len:
                 return Replay(shape, self.window_starts_of(lens, shape))
         return None
 
-    def window_starts_of(self, lens: torch.Tensor, shape: PassShape) -> torch.Tensor:
+    def window_starts_of(self, lens: np.ndarray, shape: PassShape) -> np.ndarray:
         """Windows of these lengths, and after them those of padding, the last of which have what is left over.
 
         None is longer than a sequence can be: attention reads the block table of as many rows as a window has.
@@ -175,11 +194,10 @@ class PassGraphs:
         Returns:
             `[shape.num_reqs + 1]` int32.
         """
-        num_reqs, num_rows, _ = shape
-        starts = num_rows - torch.arange(num_reqs, -1, -1, dtype=torch.int32) * self._max_model_len
-        starts.clamp_(min=int(lens.sum()))
+        starts = shape.num_rows - np.arange(shape.num_reqs, -1, -1, dtype=np.int32) * self._max_model_len
+        np.maximum(starts, int(lens.sum()), out=starts)
         starts[0] = 0
-        torch.cumsum(lens, 0, out=starts[1 : len(lens) + 1])
+        np.cumsum(lens, out=starts[1 : len(lens) + 1])
         return starts
 
     def replay(self, replay: Replay, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
@@ -194,9 +212,10 @@ class PassGraphs:
             `[num_reqs, num_drafts]` int64, memory of the caller's own.
         """
         shape, num_reqs = replay.shape, seq_lens.shape[0]
-        window_starts = None if replay.window_starts is None else self._upload(replay.window_starts)
-        self._static.fill(inputs, num_rows, seq_lens, shape.num_reqs, window_starts)
-        if self._host_tables is None or not shape.even:
+        if replay.window_starts is not None:
+            self._window_starts_cpu.numpy()[: shape.num_reqs + 1] = replay.window_starts
+        self._static.fill(inputs, num_rows, seq_lens, shape.num_reqs, replay.window_starts)
+        if not self._in_place(shape):
             tables = [table[:num_reqs] for table in self._tables]
             torch._foreach_copy_(tables, [group.table(num_reqs) for group in self._groups])
         graph, drafts = self._graphs[shape]
@@ -207,17 +226,13 @@ class PassGraphs:
         """Makes all requests of the static inputs padding."""
         self._static.pad(0, shape.num_reqs, num_rows=0)
         self._static.prompt_token_ids.fill_(-1)
-        starts = self._upload(self.window_starts_of(torch.zeros(0, dtype=torch.int32), shape))
-        self._static.window_starts[: len(starts)].copy_(starts)
-
-    def _upload(self, window_starts: torch.Tensor) -> torch.Tensor:
-        self._window_starts_cpu[: len(window_starts)] = window_starts
-        uploaded: torch.Tensor = async_tensor_h2d(window_starts, device=self._device)
-        return uploaded
+        starts = torch.from_numpy(self.window_starts_of(np.zeros(0, dtype=np.int32), shape))
+        for window_starts in (self._static.window_starts, self._window_starts_cpu):
+            window_starts[: len(starts)] = starts
 
     def _first(self, shape: PassShape) -> tuple[PassInputs, CommonAttentionMetadata]:
         """The first requests and rows of the static inputs, and metadata of sequences of any length."""
-        num_reqs, num_rows, even = shape
+        num_reqs, num_rows, even, _ = shape
         static, rows = self._static, self._static.rows
         starts, starts_cpu = (
             (self._even_starts, self._even_starts_cpu) if even else (static.window_starts, self._window_starts_cpu)

@@ -455,6 +455,13 @@ class DraftPasses(GroupProposer, ABC):
             self.tables_stay,
         )
 
+    def fewer_drafts(self) -> list[int]:
+        """The numbers of drafts below the configured one that a step may ask for: a pass then leaves heads out."""
+        config = self.vllm_config.speculative_config
+        assert config is not None
+        table = config.num_speculative_tokens_per_batch_size or []
+        return sorted({num_drafts for *_, num_drafts in table} - {self.plan.num_speculative_tokens})
+
     def uneven_shapes(self) -> list[PassShape]:
         """What passes of steps that carry a prompt are captured for, the smallest first."""
         max_num_rows = self.max_captured_rows if can_capture_prompts(self.bound_groups) else 0
@@ -480,10 +487,17 @@ class DraftPasses(GroupProposer, ABC):
     def release_captured(self) -> None:
         self.graphs = None
 
-    def _run_captured(self, inputs: PassInputs, cad: CommonAttentionMetadata) -> torch.Tensor:
-        drafts = self._new_drafts(self.plan.num_speculative_tokens, captured=True)
+    def _run_captured(
+        self, inputs: PassInputs, cad: CommonAttentionMetadata, num_drafts: int | None = None
+    ) -> torch.Tensor:
+        """`[num_reqs, configured number]` int64; drafts past `num_drafts` are 0."""
+        configured = self.plan.num_speculative_tokens
+        drafts = self._new_drafts(configured if num_drafts is None else num_drafts, captured=True)
         self._run_pass(inputs, cad, None, drafts)
-        return torch.stack(drafts.token_ids, dim=1)
+        found = drafts.token_ids
+        if missing := configured - len(found):
+            found += [torch.zeros(cad.num_reqs, dtype=torch.int64, device=self.device)] * missing
+        return torch.stack(found, dim=1)
 
     def _new_drafts(self, num_steps: int, captured: bool = False) -> Drafts:
         return Drafts(num_steps, captured)

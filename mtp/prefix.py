@@ -80,7 +80,8 @@ def look_ahead_in_prefix_cache(coordinator: Any, lookahead: int) -> None:
             cache_blocks: Any = cache_blocks,
             **kwargs: Any,
         ) -> None:
-            boundaries = sorted({*replay_boundaries, max(request.num_prompt_tokens - lookahead, 0)})
+            # In any order: this is called for every request and group of every step.
+            boundaries = (*replay_boundaries, max(request.num_prompt_tokens - lookahead, 0))
             cache_blocks(request, num_tokens, *args, replay_boundaries=boundaries, **kwargs)
 
         manager.cache_blocks = cache_blocks_to_resume_at

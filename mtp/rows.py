@@ -33,8 +33,8 @@ class PassInputs(NamedTuple):
     Attributes:
         next_token_ids: `[num_reqs]` integer, the token after each request's last valid row.
         history_slots: `[num_reqs]` int64; None for a single module, which has nothing to repair.
-        prompt_token_ids: `[num_reqs, num_modules]` integer, the tokens that follow a chunk which ends before its prompt
-            does, and -1 for other requests; None where there is no such chunk.
+        prompt_token_ids: `[num_reqs, num_modules]` int32, contiguous, the tokens that follow a chunk which ends before
+            its prompt does, and -1 for other requests; None where there is no such chunk.
     """
 
     rows: StepRows

@@ -76,6 +76,7 @@ class History(HistoryRows):
             ends=torch.zeros(rows[0], dtype=torch.int64, device=device),
             valid=torch.zeros(rows[0], dtype=torch.int64, device=device),
         )
+        self._valid_of = self.valid.unbind()
         self._free = list(range(num_slots))[::-1]
         # The host's state of a request, not the id, is the request, since an id may come again. In order of last use.
         self._slots: dict[str, tuple[object, int]] = {}
@@ -104,8 +105,8 @@ class History(HistoryRows):
 
     def forget(self, slots: Sequence[int]) -> None:
         """Empties these slots, which have changed hands."""
-        # Not by assignment: on CUDA that copies its right side over, and waits for it behind all of the step.
-        self.valid.index_fill_(0, async_tensor_h2d(np.array(slots), device=self.valid.device), 0)
+        # By one launch and without a copy to the device, which an index would be.
+        torch._foreach_zero_([self._valid_of[slot] for slot in slots])
 
     def _take(self, requests: Mapping[str, object], req_ids: Iterable[str]) -> int:
         if not self._free:
@@ -191,35 +192,35 @@ def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttent
 
 def _with_window_lens(cad: CommonAttentionMetadata, depth: int) -> CommonAttentionMetadata:
     """The metadata with as many query rows as each window has."""
-    upper, query_lens_cpu = cad.seq_lens_cpu_upper_bound, cad.query_start_loc_cpu.diff()
-    window_lens_cpu = window_lens(query_lens_cpu, upper, depth)
+    starts, upper = cad.query_start_loc_cpu.numpy(), cad.seq_lens_cpu_upper_bound
+    query_lens = np.diff(starts)
+    lens = window_lens(query_lens, None if upper is None else upper.numpy(), depth)
     query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
-    if not torch.equal(window_lens_cpu, query_lens_cpu):
-        query_start_loc_cpu = torch.zeros_like(cad.query_start_loc_cpu)
-        torch.cumsum(window_lens_cpu, 0, out=query_start_loc_cpu[1:])
+    if not np.array_equal(lens, query_lens):
+        query_start_loc_cpu = torch.from_numpy(np.cumsum([0, *lens], dtype=starts.dtype))
         query_start_loc = async_tensor_h2d(query_start_loc_cpu, device=cad.query_start_loc.device)
     return cad.replace(
         query_start_loc=query_start_loc,
         query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, window_lens_cpu),
+        seq_lens_cpu_upper_bound=None if upper is None else torch.maximum(upper, torch.from_numpy(lens)),
         num_actual_tokens=int(query_start_loc_cpu[-1]),
-        max_query_len=int(window_lens_cpu.max()),
+        max_query_len=int(lens.max()),
     )
 
 
-def window_lens(query_lens_cpu: torch.Tensor, upper: torch.Tensor | None, depth: int) -> torch.Tensor:
+def window_lens(query_lens: np.ndarray, upper: np.ndarray | None, depth: int) -> np.ndarray:
     """Rows of each request's window: as many as the step ran, and `depth + 1` where the sequence has them.
 
     The bound is exact where a request prefills, so a short prompt gets no padding; where it decodes it may be too
     high, and `build_window` puts the padding at the end.
 
     Args:
-        query_lens_cpu: `[num_reqs]` integer.
+        query_lens: `[num_reqs]` integer.
         upper: `[num_reqs]` integer or more, bounds of the sequence lengths.
         depth: of the history; 0: windows are as long as the queries.
     """
     if depth == 0:
-        return query_lens_cpu
-    if upper is None:
-        return query_lens_cpu.clamp(min=depth + 1)
-    return torch.maximum(query_lens_cpu, upper[: len(query_lens_cpu)].clamp(max=depth + 1).to(query_lens_cpu.dtype))
+        return query_lens
+    least = depth + 1 if upper is None else np.minimum(upper[: len(query_lens)], depth + 1)
+    lens: np.ndarray = np.maximum(query_lens, least, dtype=query_lens.dtype)
+    return lens

@@ -230,8 +230,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
         inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
         if self.graphs is not None and sampling_metadata is None:
-            query_lens, upper = cad.query_start_loc_cpu.diff(), cad.seq_lens_cpu_upper_bound
-            if replay := self.graphs.plan(query_lens, upper, prompt is not None):
+            query_lens, upper = np.diff(cad.query_start_loc_cpu.numpy()), cad.seq_lens_cpu_upper_bound
+            if replay := self.graphs.plan(query_lens, None if upper is None else upper.numpy(), prompt is not None):
                 seq_lens = cad.seq_lens[: cad.num_reqs]
                 num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
                 made = self.graphs.replay(replay, inputs, num_rows, seq_lens)

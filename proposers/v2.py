@@ -25,6 +25,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.attention import can_be_captured
 from mtp.groups import bind_kv_groups, layers_by_module
+from mtp.kernels.window import read_following
 from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
 from mtp.window import History, Window
@@ -111,7 +112,8 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         self.graphs = self.make_graphs()
         with graph_capture(device=self.device):
             for num_reqs in reversed(self._graph_sizes()):
-                self.graphs.capture(self.graphs.even(num_reqs))
+                for num_drafts in (None, *self.fewer_drafts()):
+                    self.graphs.capture(self.graphs.even(num_reqs, num_drafts))
             self.capture_uneven()
 
     def _graph_sizes(self) -> list[int]:
@@ -171,13 +173,13 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         inputs = self._read_step(
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens
         )
-        if self.graphs is not None:
-            query_lens = torch.from_numpy(input_batch.num_scheduled_tokens)
-            upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs]
-            if replay := self.graphs.plan(query_lens, upper, inputs.prompt_token_ids is not None):
-                return self.graphs.replay(replay, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
-        max_query_len = int(input_batch.num_scheduled_tokens.max())
         num_steps = self.plan.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        query_lens = input_batch.num_scheduled_tokens
+        if self.graphs is not None:
+            upper, has_chunk_ends = input_batch.seq_lens_cpu_upper_bound.numpy(), inputs.prompt_token_ids is not None
+            if replay := self.graphs.plan(query_lens, upper, has_chunk_ends, num_steps):
+                return self.graphs.replay(replay, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
+        max_query_len = int(query_lens.max())
         drafts = self._new_drafts(num_steps)
         self._run_pass(inputs, self._read_metadata(input_batch, max_query_len), None, drafts)
         found = torch.zeros_like(self.draft_tokens[:num_reqs])
@@ -188,11 +190,12 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
     def _forget_former_owners(self, req_ids: Sequence[str], rows: np.ndarray) -> None:
         """Empties the history of rows that have changed hands. Only a step with a prompt can bring a new request."""
         assert self.history is not None
-        fresh = [row for req_id, row in zip(req_ids, rows.tolist(), strict=True) if self._owners[row] != req_id]
+        owners = zip(rows.tolist(), req_ids, strict=True)
+        fresh = {row: req_id for row, req_id in owners if self._owners[row] != req_id}
         if fresh:
-            for req_id, row in zip(req_ids, rows.tolist(), strict=True):
+            for row, req_id in fresh.items():
                 self._owners[row] = req_id
-            self.history.forget(fresh)
+            self.history.forget(list(fresh))
 
     def _read_step(
         self,
@@ -211,13 +214,14 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
             num_rejected,
             starts,
         )
-        prompt_token_ids = None
+        indices, last_sampled = batch.idx_mapping, last_sampled.squeeze(1)
         if batch.has_prefill:
-            follow = next_prefill_tokens[: self.plan.chain_length, batch.idx_mapping].T
-            prompt_token_ids = torch.where((num_sampled == 0)[:, None], follow, -1)
-        history_slots = None if self.history is None else batch.idx_mapping
-        next_token_ids = last_sampled.squeeze(1).index_select(0, batch.idx_mapping)
-        return PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
+            next_token_ids, prompt_token_ids = read_following(
+                last_sampled, next_prefill_tokens, num_sampled, indices, self.plan.chain_length
+            )
+        else:
+            next_token_ids, prompt_token_ids = last_sampled.index_select(0, indices), None
+        return PassInputs(rows, next_token_ids, None if self.history is None else indices, prompt_token_ids)
 
     def _read_metadata(self, batch: InputBatch, max_query_len: int) -> CommonAttentionMetadata:
         """Of the target's step, for the draft's first KV cache group."""

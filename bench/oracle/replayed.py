@@ -58,7 +58,7 @@ def replaying(drafter: Any, sizes: list[int], events: Any) -> Iterator[None]:
     def propose_by_replay(*args: Any, **kwargs: Any) -> torch.Tensor:
         if drafter.graphs is None:
             graphs = drafter.make_graphs()
-            even = [graphs.even(size) for size in sizes]
+            even = [graphs.even(size, count) for size in sizes for count in (None, *drafter.fewer_drafts())]
             for shape in (*even, *drafter.uneven_shapes()):
                 graph = EagerGraph(graphs, shape)
                 graphs.add(shape, graph, graph.drafts)

@@ -190,6 +190,7 @@ SETUPS = (
     Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
+    Setup("replayed, K by batch", replayed=True, k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0))),
     Setup("replayed, two block sizes", replayed=True, checkpoint="wide", num_blocks=60, chunk=40),
     Setup("replayed, one module", replayed=True, checkpoint="mimo"),
     Setup("narrow values", checkpoint="narrow", num_blocks=60, chunk=40),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bench.processes import report_progress, take_turn
 from bench.spread import quartiles, yardstick_ms
 from bench.workers.engine import busy
-from bench.workers.host_parts import HostParts, mean_parts
+from bench.workers.host_parts import HostClock, mean_parts
 
 PROFILED_STEPS = 60, 180
 MARK = "step "
@@ -24,26 +24,24 @@ class StepLog:
     Attributes:
         begun: when each step was handed to the runner.
         with_prompt: whether it has a request whose prompt is not complete before it.
-        parts: where the host's time goes in each.
+        clock: of the parts of a step, on the host.
         marks: each step is marked in a profile by its number.
     """
 
     begun: list[float] = field(default_factory=list)
     with_prompt: list[bool] = field(default_factory=list)
+    clock: HostClock = field(default_factory=HostClock)
     marks: bool = False
 
-    def __post_init__(self) -> None:
-        self.parts = HostParts(lambda: len(self.begun) - 1)
-
     def clear(self) -> None:
-        for each in (self.begun, self.with_prompt, self.parts.ms):
+        for each in (self.begun, self.with_prompt, self.clock.calls):
             each.clear()
 
     def steps(self) -> Iterator["Step"]:
         """All but the last, which has no end."""
-        for index, (start, end) in enumerate(pairwise(self.begun)):
-            step_ms = (end - start) * 1e3
-            yield Step(self.with_prompt[index], step_ms, self.parts.of_step(index, step_ms))
+        parts = self.clock.by_step(self.begun)
+        for with_prompt, (start, end), host_ms in zip(self.with_prompt, pairwise(self.begun), parts, strict=False):
+            yield Step(with_prompt, (end - start) * 1e3, host_ms)
 
 
 class Step(NamedTuple):
@@ -85,7 +83,7 @@ def watch_steps(llm: Any, prompt_tokens: int) -> StepLog:
 
         runner.execute_model = execute_model
 
-    log.parts.watch_engine(llm)
+    log.clock.watch_engine(llm)
     llm.collective_rpc(wrap)
     return log
 

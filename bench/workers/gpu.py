@@ -31,9 +31,12 @@ MODES = {
     "ours": ("on", "0"),
     "ours-v2": ("on", "1"),
     "ours-v2-cheap": ("on", "1"),
+    "ours-v2-adaptive": ("on", "1"),
 }
 CHEAP = "-cheap"
 """How the name of a mode ends whose drafts read weights of 8 bits and score a part of the vocabulary."""
+ADAPTIVE = "-adaptive"
+"""How the name of a mode ends in which the number of drafts is chosen step by step."""
 PROFILED_STEPS = 20
 FAMILIES = {  # by parts of kernel names, the first that matches
     "norm": ("norm",),  # before the GEMMs: "gemma" has "gemm" in it
@@ -46,14 +49,16 @@ FAMILIES = {  # by parts of kernel names, the first that matches
 }
 
 
-def cheap_options(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
-    """Engine arguments of a mode beyond those of all: none but of a mode with cheap drafts.
+def options_of(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
+    """Engine arguments of a mode beyond those of all: of one with options of this package.
 
     Args:
         size: tokens of the draft vocabulary. Which ones they are makes no difference to dummy weights, or to a step's
             time.
         folder: where the list is put; to be kept for as long as the engine.
     """
+    if mode.endswith(ADAPTIVE):
+        return {"additional_config": {"mtp_proposers": {"adapt_drafts": True}}}
     if not mode.endswith(CHEAP):
         return {}
     file = folder / "draft_vocabulary.json"
@@ -84,7 +89,7 @@ def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
             speculative_config=None if spec["mode"] == "none" else speculative,
             disable_log_stats=False,
             enable_prefix_caching=False,
-            **cheap_options(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
+            **options_of(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
             **spec["engine"],
         )
     # Where engines start side by side, what the device lacks afterwards is not what one of them took; several ranks

@@ -1,9 +1,11 @@
 """Where the engine's thread spends a step: by parts of the step, each without what another part takes inside it."""
 
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from bench.workers.engine import drafter_of
 
@@ -20,61 +22,71 @@ PARTS = {  # in the order of a step
 }
 
 
-class HostParts:
-    """Clocks of functions of an engine in this process.
+class Call(NamedTuple):
+    """A call of a function of some part: when it began, and its time without what others that are clocked took."""
 
-    Args:
-        step_of_now: the number of the step that the thread is at.
+    part: str
+    began: float
+    ms: float
+
+
+class HostClock:
+    """Clocks of functions of this process.
 
     Attributes:
-        ms: of each step, by part, in ms.
+        calls: in the order in which they ended.
     """
 
-    def __init__(self, step_of_now: Callable[[], int]) -> None:
-        self.ms: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._step_of_now = step_of_now
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
         self._inner: list[float] = []  # of each function that is running, the time of those it has called
 
-    def watch_engine(self, llm: Any) -> None:
-        """Puts a clock on each part of an in-process `LLM`, on either of vLLM's model runners."""
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        self._clock("schedule", scheduler, "schedule")
-        self._clock("update", scheduler, "update_from_output")
-        for outputs in _classes_of_async_outputs():
-            self._clock("wait", outputs, "get_output")
-
-        def watch(worker: Any) -> None:
-            runner = worker.model_runner
-            self._clock("prepare", runner, "execute_model")
-            self._clock("target", runner.model, "forward")
-            if (graphs := getattr(runner, "cudagraph_manager", None)) is not None:  # V2's whole decode steps
-                self._clock("target", graphs, "run_fullgraph")
-            self._clock("sample", runner, "sample_tokens")
-            if (drafter := drafter_of(runner)) is not None:
-                self._clock("propose", drafter, "propose")
-
-        llm.collective_rpc(watch)
-
-    def _clock(self, part: str, owner: Any, name: str) -> None:
+    def watch(self, part: str, owner: Any, name: str) -> None:
+        """Puts a clock on a function."""
         original = getattr(owner, name)
 
         def clocked(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
-            before = time.perf_counter()
+            began = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                spent = time.perf_counter() - before
-                self.ms[self._step_of_now()][part] += (spent - self._inner.pop()) * 1e3
+                spent = time.perf_counter() - began
+                self.calls.append(Call(part, began, (spent - self._inner.pop()) * 1e3))
                 if self._inner:
                     self._inner[-1] += spent
 
         setattr(owner, name, clocked)
 
-    def of_step(self, step: int, step_ms: float) -> dict[str, float]:
-        """The parts of a step that took `step_ms` in all."""
-        parts = dict(self.ms.get(step, {}))
-        return {**parts, REST: step_ms - sum(parts.values())}
+    def watch_engine(self, llm: Any) -> None:
+        """Puts a clock on each part of an in-process `LLM`, on either of vLLM's model runners."""
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.watch("schedule", scheduler, "schedule")
+        self.watch("update", scheduler, "update_from_output")
+        for outputs in _classes_of_async_outputs():
+            self.watch("wait", outputs, "get_output")
+
+        def watch(worker: Any) -> None:
+            runner = worker.model_runner
+            self.watch("prepare", runner, "execute_model")
+            self.watch("target", runner.model, "forward")
+            if (graphs := getattr(runner, "cudagraph_manager", None)) is not None:  # V2's whole decode steps
+                self.watch("target", graphs, "run_fullgraph")
+            self.watch("sample", runner, "sample_tokens")
+            if (drafter := drafter_of(runner)) is not None:
+                self.watch("propose", drafter, "propose")
+
+        llm.collective_rpc(watch)
+
+    def by_step(self, begun: Sequence[float]) -> list[dict[str, float]]:
+        """The ms of each part in the steps that began at these times, each but the last; they end with the next."""
+        steps: list[dict[str, float]] = [defaultdict(float) for _ in begun]
+        for part, began, ms in self.calls:
+            if index := bisect_right(begun, began):
+                steps[index - 1][part] += ms
+        for step, (start, end) in zip(steps, pairwise(begun), strict=False):
+            step[REST] = (end - start) * 1e3 - sum(step.values())
+        return [dict(step) for step in steps[:-1]]
 
 
 def _classes_of_async_outputs() -> Iterable[type]:

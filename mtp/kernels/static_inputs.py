@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from vllm.triton_utils import tl, triton
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from mtp.kernels import has_kernels
 from mtp.rows import PassInputs, StepRows
@@ -76,7 +78,7 @@ class StaticInputs:
         num_rows: int,
         seq_lens: torch.Tensor,
         size: int,
-        window_starts: torch.Tensor | None = None,
+        window_starts: np.ndarray | None = None,
     ) -> None:
         """Takes over a batch, and pads it to `size` requests.
 
@@ -87,7 +89,9 @@ class StaticInputs:
                 and `prompt_token_ids` stay as they are, and are not read.
         """
         self.rows.hidden_states[:num_rows].copy_(inputs.rows.hidden_states[:num_rows])
-        fill_static_inputs(self, inputs, num_rows, seq_lens, size, window_starts)
+        if window_starts is not None:
+            async_tensor_h2d(window_starts, out=self.window_starts[: size + 1])
+        fill_static_inputs(self, inputs, num_rows, seq_lens, size, window_starts is not None)
 
     def pad(self, first: int, end: int, num_rows: int) -> None:
         """Makes requests `[first, end)` padding, after the `num_rows` rows of those before.
@@ -107,14 +111,19 @@ def fill_static_inputs(
     num_rows: int,
     seq_lens: torch.Tensor,
     size: int,
-    window_starts: torch.Tensor | None = None,
+    with_prompt: bool,
 ) -> None:
-    """All of `StaticInputs.fill` but the hidden states, in one launch in place of up to nine copies and five fills."""
+    """What the device has of `StaticInputs.fill`, but for hidden states: one launch for up to eight copies and five
+    fills.
+
+    Args:
+        with_prompt: `prompt_token_ids` are written.
+    """
     if not has_kernels(static.seq_lens):
-        fill_static_inputs_by_ops(static, inputs, num_rows, seq_lens, size, window_starts)
+        fill_static_inputs_by_ops(static, inputs, num_rows, seq_lens, size, with_prompt)
         return
     rows, prompt = inputs.rows, inputs.prompt_token_ids
-    _fill[(triton.cdiv(max(num_rows, size + 1), BLOCK_ROWS),)](
+    _fill[(triton.cdiv(max(num_rows, size), BLOCK_ROWS),)](
         rows.token_ids,
         rows.positions,
         rows.num_rejected,
@@ -123,7 +132,6 @@ def fill_static_inputs(
         static.history_slots if inputs.history_slots is None else inputs.history_slots,
         static.prompt_token_ids if prompt is None else prompt,
         seq_lens,
-        static.window_starts if window_starts is None else window_starts,
         static.rows.token_ids,
         static.rows.positions,
         static.rows.num_rejected,
@@ -132,16 +140,13 @@ def fill_static_inputs(
         static.history_slots,
         static.prompt_token_ids,
         static.seq_lens,
-        static.window_starts,
-        0 if prompt is None else prompt.stride(0),
-        0 if prompt is None else prompt.stride(1),
         seq_lens.shape[0],
         num_rows,
         size,
         static.query_len,
         static.padding_slot,
         static.prompt_token_ids.shape[1],
-        window_starts is not None,
+        with_prompt,
         prompt is not None,
         BLOCK_ROWS,
     )
@@ -153,7 +158,7 @@ def fill_static_inputs_by_ops(
     num_rows: int,
     seq_lens: torch.Tensor,
     size: int,
-    window_starts: torch.Tensor | None = None,
+    with_prompt: bool,
 ) -> None:
     num_reqs, rows = seq_lens.shape[0], inputs.rows
     static.rows.token_ids[:num_rows].copy_(rows.token_ids[:num_rows])
@@ -164,8 +169,7 @@ def fill_static_inputs_by_ops(
     if inputs.history_slots is not None:
         static.history_slots[:num_reqs].copy_(inputs.history_slots)
     static.seq_lens[:num_reqs].copy_(seq_lens)
-    if window_starts is not None:
-        static.window_starts[: size + 1].copy_(window_starts)
+    if with_prompt:
         static.prompt_token_ids[:size].fill_(-1)
         if inputs.prompt_token_ids is not None:
             static.prompt_token_ids[:num_reqs].copy_(inputs.prompt_token_ids)
@@ -173,7 +177,7 @@ def fill_static_inputs_by_ops(
         static.pad(num_reqs, size, num_rows)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_rows", "size", "prompt_row_stride", "prompt_stride"])
+@triton.jit(do_not_specialize=["num_reqs", "num_rows", "size"])
 def _fill(
     token_ids_ptr,
     positions_ptr,
@@ -183,7 +187,6 @@ def _fill(
     history_slots_ptr,
     prompt_token_ids_ptr,
     seq_lens_ptr,
-    window_starts_ptr,
     out_token_ids_ptr,
     out_positions_ptr,
     out_num_rejected_ptr,
@@ -192,20 +195,17 @@ def _fill(
     out_history_slots_ptr,
     out_prompt_token_ids_ptr,
     out_seq_lens_ptr,
-    out_window_starts_ptr,
-    prompt_row_stride,
-    prompt_stride,
     num_reqs,
     num_rows,
     size,
     QUERY_LEN: tl.constexpr,
     PADDING_SLOT: tl.constexpr,
     NUM_MODULES: tl.constexpr,
-    HAS_WINDOWS: tl.constexpr,
+    WITH_PROMPT: tl.constexpr,
     HAS_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Element i of a program is row i, request i, the end of request i's rows, and where its window begins."""
+    """Element i of a program is row i, request i, and the end of request i's rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = i < num_rows
     tl.store(out_token_ids_ptr + i, tl.load(token_ids_ptr + i, mask=is_row), mask=is_row)
@@ -220,12 +220,9 @@ def _fill(
     slots = tl.load(history_slots_ptr + i, mask=is_req, other=PADDING_SLOT)
     tl.store(out_history_slots_ptr + i, slots, mask=written)
     tl.store(out_seq_lens_ptr + i, tl.load(seq_lens_ptr + i, mask=is_req, other=0), mask=written)
-    if HAS_WINDOWS:
-        starts = tl.load(window_starts_ptr + i, mask=i < size + 1)
-        tl.store(out_window_starts_ptr + i, starts, mask=i < size + 1)
+    if WITH_PROMPT:
         for module in tl.static_range(NUM_MODULES):
             token_ids = tl.full([BLOCK], -1, tl.int32)
             if HAS_PROMPT:
-                known = prompt_token_ids_ptr + i * prompt_row_stride + module * prompt_stride
-                token_ids = tl.load(known, mask=is_req, other=-1).to(tl.int32)
+                token_ids = tl.load(prompt_token_ids_ptr + i * NUM_MODULES + module, mask=is_req, other=-1)
             tl.store(out_prompt_token_ids_ptr + i * NUM_MODULES + module, token_ids, mask=written)

@@ -352,3 +352,68 @@ def _shift_rows(token_ids_ptr, req_indices_ptr, last_rows_ptr, follows_ptr, out_
     following = tl.load(token_ids_ptr + rows + 1, mask=rows + 1 < num_rows, other=0)
     follows = tl.load(follows_ptr + reqs, mask=is_last, other=0)
     tl.store(out_ptr + rows, tl.where(is_last, follows.to(following.dtype), following), mask=inside)
+
+
+def read_following(
+    last_sampled: torch.Tensor, next_prefill: torch.Tensor, num_sampled: torch.Tensor, rows: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens after the rows of a step, of a host that keeps them by the request's row.
+
+    Args:
+        last_sampled: `[max_num_reqs]` int64.
+        next_prefill: `[count or more, max_num_reqs]` int32, the prompt's tokens after this step's.
+        num_sampled: `[num_reqs]` integer; none is sampled where a chunk ends before its prompt.
+        rows: `[num_reqs]` int64, of the requests.
+
+    Returns:
+        `next_token_ids` and `prompt_token_ids` of `PassInputs`.
+    """
+    if not has_kernels(rows):
+        return read_following_by_ops(last_sampled, next_prefill, num_sampled, rows, count)
+    num_reqs = rows.shape[0]
+    next_token_ids = torch.empty_like(rows)
+    prompt_token_ids = torch.empty(num_reqs, count, dtype=torch.int32, device=rows.device)
+    _read_following[(triton.cdiv(num_reqs, MAX_BLOCK_ROWS),)](
+        last_sampled,
+        next_prefill,
+        num_sampled,
+        rows,
+        next_token_ids,
+        prompt_token_ids,
+        num_reqs,
+        next_prefill.stride(0),
+        count,
+        MAX_BLOCK_ROWS,
+    )
+    return next_token_ids, prompt_token_ids
+
+
+def read_following_by_ops(
+    last_sampled: torch.Tensor, next_prefill: torch.Tensor, num_sampled: torch.Tensor, rows: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    follow = next_prefill[:count, rows].T
+    prompt_token_ids = torch.where((num_sampled == 0)[:, None], follow, -1)
+    return last_sampled.index_select(0, rows), prompt_token_ids.contiguous()
+
+
+@triton.jit(do_not_specialize=["num_reqs", "stride"])
+def _read_following(
+    last_sampled_ptr,
+    next_prefill_ptr,
+    num_sampled_ptr,
+    rows_ptr,
+    next_token_ids_ptr,
+    prompt_token_ids_ptr,
+    num_reqs,
+    stride,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    reqs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = reqs < num_reqs
+    rows = tl.load(rows_ptr + reqs, mask=inside, other=0)
+    tl.store(next_token_ids_ptr + reqs, tl.load(last_sampled_ptr + rows, mask=inside, other=0), mask=inside)
+    in_prompt = inside & (tl.load(num_sampled_ptr + reqs, mask=inside, other=1) == 0)
+    for i in tl.static_range(COUNT):
+        token_ids = tl.load(next_prefill_ptr + i * stride + rows, mask=in_prompt, other=-1)
+        tl.store(prompt_token_ids_ptr + reqs * COUNT + i, token_ids, mask=inside)

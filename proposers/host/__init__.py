@@ -6,6 +6,7 @@ from proposers.host import (
     drafting,
     extraction,
     loading,
+    metrics,
     prefix_cache,
     rejection_sampling,
     requests,
@@ -23,6 +24,7 @@ ON: tuple[Patch, ...] = (
     + loading.PATCHES
     + drafting.PATCHES
     + adaptive.PATCHES
+    + metrics.PATCHES
     + prefix_cache.PATCHES
     + routing.PATCHES
     + extraction.PATCHES

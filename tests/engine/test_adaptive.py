@@ -30,6 +30,10 @@ def test_the_number_of_drafts_changes_and_outputs_equal_no_speculation() -> None
     drafted = adaptive()
     assert_chosen(drafted)
     assert "Adaptive drafts: " in drafted.log
+    chosen, counted = drafted.value["chosen"], drafted.value["counted"]
+    # A step's drafts are verified in the next one, and neither a prompt's step nor a request's last draft is counted.
+    assert {k for k, steps in counted.items() if steps} == set(chosen)
+    assert all(abs(counted[k] - steps) < 20 for k, steps in chosen.items())
 
 
 def test_so_they_do_where_steps_are_scheduled_ahead() -> None:
@@ -37,7 +41,9 @@ def test_so_they_do_where_steps_are_scheduled_ahead() -> None:
 
 
 def test_it_chooses_with_statistics_switched_off() -> None:
-    assert_chosen(adaptive(disable_log_stats=True))
+    silent = adaptive(disable_log_stats=True)
+    assert_chosen(silent)
+    assert silent.value["counted"] == {}
 
 
 def test_a_table_beside_it_is_refused_with_a_remedy() -> None:

@@ -69,7 +69,7 @@ class ManagerSpy:
     def cache_blocks(
         self, request: Any, num_tokens: int, retention_interval: int, replay_boundaries: Sequence[int]
     ) -> None:
-        self.boundaries.append(list(replay_boundaries))
+        self.boundaries.append(sorted(replay_boundaries))
 
 
 class CoordinatorSpy:

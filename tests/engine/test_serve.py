@@ -28,6 +28,7 @@ def test_servers_are_driven_by_turns_and_every_request_is_counted(tmp_path: Path
             assert entry["prompts"]["32"][figure]["2"]["median"] > 0
         assert [(run["concurrency"], run["requests"]) for run in entry["runs"]] == [(2, 8)]
         assert all(8 * 8 <= run["output_tokens"] <= 8 * 24 for run in entry["runs"])
+        assert [run["looked_up_tokens"] for run in entry["runs"]] == [8 * 32]
     # Both modes had the same requests.
     assert [run["output_tokens"] for run in none["runs"]] == [run["output_tokens"] for run in ours["runs"]]
     assert "acceptance_length" not in none["prompts"]["32"]

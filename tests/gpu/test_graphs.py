@@ -63,7 +63,7 @@ class Checked:
             x.copy_(old)
         return drafts, left
 
-    def eager(self, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
+    def eager(self, num_drafts: int | None, inputs: PassInputs, num_rows: int, seq_lens: torch.Tensor) -> torch.Tensor:
         num_reqs, starts = len(seq_lens), inputs.rows.query_start_loc
         group = self.drafter.groups.primary
         cad = CommonAttentionMetadata(
@@ -78,9 +78,13 @@ class Checked:
             slot_mapping=group.slot_mapping[:num_rows],
             seq_lens_cpu_upper_bound=seq_lens.cpu(),
         )
-        drafts = self.drafter._new_drafts(self.drafter.plan.num_speculative_tokens)
+        configured = self.drafter.plan.num_speculative_tokens
+        drafts = self.drafter._new_drafts(configured if num_drafts is None else num_drafts)
         self.drafter._run_pass(inputs, cad, None, drafts)
-        return torch.stack(drafts.token_ids, dim=1)
+        found = torch.zeros(num_reqs, configured, dtype=torch.int64, device=seq_lens.device)
+        for step, token_ids in enumerate(drafts.token_ids):
+            found[:, step] = token_ids
+        return found
 
     def padded(self, replay: Replay, *arguments: Any) -> torch.Tensor:
         graph, drafts = self.graphs._graphs[replay.shape]
@@ -93,13 +97,13 @@ class Checked:
         arguments, shape = (inputs, num_rows, seq_lens), replay.shape
         num_reqs = len(seq_lens)
         self.poison_tables(seq_lens)
-        plain, plain_left = self.undone(lambda: self.eager(*arguments))
+        plain, plain_left = self.undone(lambda: self.eager(shape.num_drafts, *arguments))
         padded, padded_left = self.undone(lambda: self.padded(replay, *arguments))
         replayed = self._replay(replay, *arguments)
         assert torch.equal(replayed, padded)
         for x, wanted in zip(self.state(), padded_left, strict=True):
             assert torch.equal(x, wanted)
-        if shape == self.graphs.even(num_reqs):
+        if shape == self.graphs.even(num_reqs, shape.num_drafts):
             assert torch.equal(replayed, plain)
         for x, wanted in zip(self.state(), plain_left, strict=True):
             rounding = 64 * torch.finfo(x.dtype).eps if x.is_floating_point() else 0
@@ -111,9 +115,17 @@ class Checked:
 
 
 @pytest.mark.parametrize(
-    ("runner", "k", "dtype"), [("v1", 3, "float32"), ("v1", 6, "bfloat16"), ("v2", 3, "float32"), ("v2", 6, "bfloat16")]
+    ("runner", "k", "dtype", "table"),
+    [
+        ("v1", 3, "float32", None),
+        ("v1", 6, "bfloat16", None),
+        ("v2", 3, "float32", [(1, 2, 3), (3, 4, 0), (5, 12, 1)]),
+        ("v2", 6, "bfloat16", None),
+    ],
 )
-def test_a_replay_is_the_eager_pass(runner: str, k: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_is_the_eager_pass(
+    runner: str, k: int, dtype: str, table: list[tuple[int, int, int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
@@ -128,7 +140,12 @@ def test_a_replay_is_the_eager_pass(runner: str, k: int, dtype: str, monkeypatch
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=1 << 30,
         attention_config={"backend": "TRITON_ATTN"},
-        speculative_config={"method": "mtp", "num_speculative_tokens": k, "attention_backend": "TRITON_ATTN"},
+        speculative_config={
+            "method": "mtp",
+            "num_speculative_tokens": k,
+            "attention_backend": "TRITON_ATTN",
+            "num_speculative_tokens_per_batch_size": table,
+        },
         # The target is not compiled: it is not what is looked at, and would take most of the time.
         compilation_config={
             "mode": 0,
@@ -146,6 +163,7 @@ def test_a_replay_is_the_eager_pass(runner: str, k: int, dtype: str, monkeypatch
     assert sizes == {1, 2, 4, 8, 12}
     assert any(num_reqs < shape.num_reqs for num_reqs, shape in checked.replays if shape.even)
     assert len({shape for _, shape in checked.replays if not shape.even}) >= 2
+    assert {shape.num_drafts for _, shape in checked.replays} == ({None} if table is None else {None, 0, 1})
     assert sum(checked.replays.values()) > 50
     assert checked.drafts_that_differ <= (0 if dtype == "float32" else 5)
     print(checked.replays, checked.drafts_that_differ)

@@ -12,6 +12,7 @@ from mtp.fusion.layers import fuse_gemma_norms
 from mtp.groups import KVGroup
 from mtp.kernels import decoder
 from mtp.kernels.static_inputs import StaticInputs, fill_static_inputs_by_ops
+from mtp.kernels.window import read_following, read_following_by_ops
 from mtp.rows import PassInputs, StepRows
 from mtp.slots import write_slot_mappings
 
@@ -78,10 +79,9 @@ def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(
         starts,
     )
     slots = numbers(num_reqs, torch.int32) if with_history else None
-    # As the V2 runner has them, which is by module.
-    prompt = torch.randint(-1, 9, (3, num_reqs), dtype=torch.int32, device=DEVICE).T if chunk_ends else None
+    prompt = torch.randint(-1, 9, (num_reqs, 3), dtype=torch.int32, device=DEVICE) if chunk_ends else None
     inputs = PassInputs(rows, numbers(num_reqs, torch.int64), slots, prompt)
-    window_starts = numbers(size + 1, torch.int32) if windows else None
+    window_starts = numbers(size + 1, torch.int32).cpu().numpy() if windows else None
     seq_lens = numbers(num_reqs, torch.int32)
     ours, reference = (StaticInputs.make(300, 1200, 4, 3, 300, 8, torch.float32, DEVICE) for _ in range(2))
     for static in (ours, reference):
@@ -90,10 +90,26 @@ def test_the_inputs_of_a_captured_pass_are_those_of_the_reference(
         static.history_slots.fill_(300)
         static.rows.query_start_loc[0] = 0
     ours.fill(inputs, num_rows, seq_lens, size, window_starts)
-    fill_static_inputs_by_ops(reference, inputs, num_rows, seq_lens, size, window_starts)
+    fill_static_inputs_by_ops(reference, inputs, num_rows, seq_lens, size, windows)
+    if windows:
+        reference.window_starts[: size + 1] = torch.from_numpy(window_starts)
     reference.rows.hidden_states[:num_rows] = rows.hidden_states[:num_rows]
     for x, wanted in zip(tensors_of(ours), tensors_of(reference), strict=True):
         assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 70, 300])
+def test_the_tokens_that_follow_are_those_of_the_reference(num_reqs: int) -> None:
+    torch.manual_seed(num_reqs)
+    last_sampled = torch.randint(0, 10**6, (400,), device=DEVICE)
+    next_prefill = torch.randint(0, 10**6, (5, 400), dtype=torch.int32, device=DEVICE)
+    num_sampled = torch.randint(0, 3, (num_reqs,), dtype=torch.int32, device=DEVICE)
+    rows = torch.randperm(400, device=DEVICE)[:num_reqs]
+    arguments = (last_sampled, next_prefill, num_sampled, rows, 3)
+    for ours, wanted in zip(read_following(*arguments), read_following_by_ops(*arguments), strict=True):
+        assert ours.is_contiguous()
+        assert ours.dtype == wanted.dtype
+        assert torch.equal(ours, wanted)
 
 
 def tensors_of(static: StaticInputs) -> list[torch.Tensor]:

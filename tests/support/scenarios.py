@@ -169,7 +169,12 @@ def adaptive(llm: LLM) -> dict[str, Any]:
     lookup = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
     if lookup is None:
         return {"tokens": tokens, "chosen": {}}
-    return {"tokens": tokens, "chosen": dict(lookup.chosen), "times": lookup.step_times()}
+    counted = {
+        metric.labels["num_drafts"]: metric.value
+        for metric in (llm.get_metrics() if llm.llm_engine.log_stats else ())
+        if metric.name == "vllm:spec_decode_num_steps"
+    }
+    return {"tokens": tokens, "chosen": dict(lookup.chosen), "times": lookup.step_times(), "counted": counted}
 
 
 def adaptive_asynchronous(llm: LLM) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
@@ -19,7 +20,9 @@ def make_group(gid: int) -> KVGroup:
     return KVGroup(gid, 16, torch.zeros(32, dtype=torch.int64), ("layer",), block_table=table)
 
 
-def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor], max_model_len: int = 64) -> PassGraphs:
+def make_graphs(
+    groups: list[KVGroup], run: Callable[..., torch.Tensor], max_model_len: int = 64, tables_stay: bool = False
+) -> PassGraphs:
     return PassGraphs(
         VllmConfig(),
         run,
@@ -34,10 +37,11 @@ def make_graphs(groups: list[KVGroup], run: Callable[..., torch.Tensor], max_mod
         hidden_size=8,
         dtype=torch.float32,
         device=CPU,
+        tables_stay=tables_stay,
     )
 
 
-def no_pass(inputs: Any, cad: Any) -> torch.Tensor:
+def no_pass(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
     return torch.zeros(cad.num_reqs, 3)
 
 
@@ -46,7 +50,7 @@ def test_a_pass_reads_the_graphs_tables_and_the_hosts_are_put_back() -> None:
     hosts = [group.block_table for group in groups]
     seen: list[Any] = []
 
-    def run(inputs: Any, cad: Any) -> torch.Tensor:
+    def run(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
         seen.extend(group.block_table for group in groups)
         return torch.zeros(2, 3)
 
@@ -60,12 +64,28 @@ def test_a_pass_that_fails_leaves_the_hosts_tables_too() -> None:
     groups = [make_group(1), make_group(2)]
     hosts = [group.block_table for group in groups]
 
-    def run(inputs: Any, cad: Any) -> torch.Tensor:
+    def run(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
         make_graphs(groups, run).run_static(PassShape(2, 8, even=True))
     assert all(group.block_table is host for group, host in zip(groups, hosts, strict=True))
+
+
+def test_a_pass_reads_the_hosts_tables_in_place_where_they_stay_and_have_as_many_requests() -> None:
+    group, seen = make_group(1), []
+
+    def run(inputs: Any, cad: Any, num_drafts: int | None) -> torch.Tensor:
+        seen.append(group.block_table)
+        return torch.zeros(cad.num_reqs, 3)
+
+    host = group.block_table
+    graphs = make_graphs([group], run, tables_stay=True)
+    for num_reqs in (4, 5):
+        graphs.run_static(PassShape(num_reqs, 16, even=False))
+    assert seen[0].data_ptr() == host.data_ptr()
+    assert seen[1].data_ptr() != host.data_ptr()
+    assert [len(table) for table in seen] == [4, 5]
 
 
 SHAPES = (
@@ -81,8 +101,8 @@ def planned(query_lens: list[int], upper: list[int] | None = None, chunk_ends: b
     graphs = make_graphs([make_group(1)], no_pass, limit)
     for shape in reversed(SHAPES):
         graphs.add(shape, None, torch.zeros(0))
-    bounds = None if upper is None else torch.tensor(upper)
-    return graphs.plan(torch.tensor(query_lens, dtype=torch.int32), bounds, chunk_ends)
+    bounds = None if upper is None else np.array(upper)
+    return graphs.plan(np.array(query_lens, dtype=np.int32), bounds, chunk_ends)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +127,25 @@ def test_the_smallest_graph_that_has_room_runs_a_step(
     assert (None if replay is None else replay.shape) == shape
 
 
+@pytest.mark.parametrize(("num_reqs", "num_drafts", "made"), [(2, 0, 0), (2, 1, None), (4, 0, None), (2, 3, None)])
+def test_a_graph_of_as_many_drafts_runs_a_step_that_wants_fewer_and_else_one_of_all(
+    num_reqs: int, num_drafts: int, made: int | None
+) -> None:
+    graphs = make_graphs([make_group(1)], no_pass)
+    for shape in (graphs.even(2, 0), graphs.even(2), graphs.even(4)):
+        graphs.add(shape, None, torch.zeros(0))
+    replay = graphs.plan(np.ones(num_reqs, dtype=np.int32), None, False, num_drafts)
+    assert replay is not None
+    assert replay.shape == graphs.even(num_reqs, made)
+
+
 def test_what_is_left_over_are_sequences_that_the_context_has_room_for() -> None:
     # Attention follows the block table of a window, and past a sequence's end there is none.
     assert planned([17], [17], limit=4).window_starts.tolist() == [0, 17, 20, 24, 28, 32]
     assert planned([17], [17], limit=7).window_starts.tolist() == [0, 17, 17, 18, 25, 32]
     assert planned([17], [17], limit=3) is None
     graphs = make_graphs([make_group(1)], no_pass, max_model_len=8)
-    none = torch.zeros(0, dtype=torch.int32)
+    none = np.zeros(0, dtype=np.int32)
     assert graphs.window_starts_of(none, PassShape(5, 32, even=False)).tolist() == [0, 0, 8, 16, 24, 32]
 
 
@@ -121,7 +153,7 @@ def test_windows_are_laid_out_one_after_the_other_and_the_rest_is_the_last_reque
     replay = planned([9, 1, 1], [9, 50, 2])
     # The second has two rows of the history before its own, the third has one: there are no more.
     assert replay.window_starts.tolist() == [0, 9, 12, 14, 14, 16]
-    full = make_graphs([make_group(1)], no_pass).window_starts_of(torch.tensor([3, 2]), PassShape(2, 5, even=False))
+    full = make_graphs([make_group(1)], no_pass).window_starts_of(np.array([3, 2]), PassShape(2, 5, even=False))
     assert full.tolist() == [0, 3, 5]
 
 

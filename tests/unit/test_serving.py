@@ -210,6 +210,14 @@ def test_arguments_that_can_not_be_measured_are_refused(words: list[str], messag
         serve.check(parser.parse_args([*(["--model", TINY] if words else []), *words]), "cpu")
 
 
+def test_the_controller_is_an_option_of_its_mode_alone(tmp_path: Path) -> None:
+    settings = {"speculative_config": {"method": "mtp"}, "engine": {}, "vocab_size": 10, "draft_vocabulary": 5}
+    made = serve.commands(["none", "ours-v2", "ours-v2-adaptive"], TINY, settings, tmp_path)
+    option = '{"mtp_proposers": {"adapt_drafts": true}}'
+    assert [option in command for command, _ in made.values()] == [False, False, True]
+    assert made["ours-v2"][1] == made["ours-v2-adaptive"][1]
+
+
 def test_the_shape_takes_a_fixed_share_of_the_device() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
