@@ -144,7 +144,13 @@ class PassGraphs:
                 group.block_table = table[: shape.num_reqs]
             return self._run(*self._first(shape))
 
-    def plan(self, query_lens: torch.Tensor, upper: torch.Tensor | None, has_chunk_ends: bool) -> Replay | None:
+    def plan(
+        self,
+        query_lens: torch.Tensor,
+        upper: torch.Tensor | None,
+        has_chunk_ends: bool,
+        num_unread: torch.Tensor | None = None,
+    ) -> Replay | None:
         """The graph that can run a step; None where there is none.
 
         Args:
@@ -152,12 +158,17 @@ class PassGraphs:
             upper: `[num_reqs]` integer or more on the host, bounds of the sequence lengths, exact where requests
                 prefill.
             has_chunk_ends: a chunk ends before its prompt.
+            num_unread: as of `PassInputs`.
         """
         num_reqs = len(query_lens)
+        if num_unread is not None and torch.equal(num_unread, query_lens):
+            return None  # nothing has to be run
         if not has_chunk_ends and int(query_lens.max()) <= self.query_len:
             shape = next((shape for shape in self._graphs if shape.even and shape.num_reqs >= num_reqs), None)
             return None if shape is None else Replay(shape)
-        lens = window_lens(query_lens, upper, self._history_depth)
+        if int(query_lens.sum()) > len(self._static.rows.token_ids):
+            return None  # the window's rows might fit, but all of the step's are copied
+        lens = window_lens(query_lens, upper, self._history_depth, num_unread)
         num_rows = int(lens.sum())
         for shape in self._graphs:
             rest, padding = shape.num_rows - num_rows, shape.num_reqs - num_reqs
@@ -224,9 +235,9 @@ class PassGraphs:
         )
         inputs = PassInputs(
             StepRows(
-                rows.token_ids[:num_rows],
-                rows.positions[:num_rows],
-                rows.hidden_states[:num_rows],
+                rows.token_ids,  # of a step that may have more rows than the window
+                rows.positions,
+                rows.hidden_states,
                 rows.num_rejected[:num_reqs],
                 rows.query_start_loc[: num_reqs + 1],
             ),

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
@@ -29,11 +31,12 @@ from vllm.v1.worker.utils import AttentionGroup
 from mtp.attention import can_capture_prompts, leave_sequences_whole, with_lengths_on_host
 from mtp.base import GroupProposer
 from mtp.graphs import PassGraphs, PassShape, uneven_shapes
+from mtp.groups import KVGroups
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
-from mtp.window import History, Window, build_window, for_other_rows
+from mtp.window import History, Window, build_window, for_other_rows, prompt_reach
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -82,6 +85,7 @@ class DraftPasses(GroupProposer, ABC):
         graphs: None as long as no pass was captured.
         max_captured_rows: of passes with a prompt; larger ones are run eagerly. 0: all are.
         draft_max_model_len: the position of the first row that is not the draft's to write; at most `max_model_len`.
+        prompt_reach: how many of a prompt's last rows drafts depend on; None: all.
     """
 
     tables_stay: ClassVar[bool] = False
@@ -94,6 +98,7 @@ class DraftPasses(GroupProposer, ABC):
     graphs: PassGraphs | None
     max_captured_rows: int
     draft_max_model_len: int
+    prompt_reach: int | None
 
     # The runner's base class has these.
     vllm_config: VllmConfig
@@ -111,7 +116,7 @@ class DraftPasses(GroupProposer, ABC):
         """
         self.descriptor, self.plan = descriptor, DraftPlan.of(descriptor, vllm_config)
         self.takes_wanted = False
-        self.groups = self.history = self.graphs = None
+        self.groups = self.history = self.graphs = self.prompt_reach = None
         self.max_captured_rows = 0
         self._max_num_reqs = max_num_reqs
         self._one_row_starts_cpu = torch.arange(max_num_reqs + 2, dtype=torch.int32)  # with one that is padding
@@ -183,6 +188,45 @@ class DraftPasses(GroupProposer, ABC):
             ):
                 self.model(**self._idle_inputs(module, num_rows, execution.num_input_tokens))
 
+    # Rows of prompts that are left out.
+
+    def bind_groups(self, groups: KVGroups) -> None:
+        super().bind_groups(groups)
+        self.prompt_reach = self._find_prompt_reach(groups)
+
+    def _find_prompt_reach(self, groups: KVGroups) -> int | None:
+        """All rows count where others than this engine's passes may read them, and where ranks meet in each pass."""
+        config = self.vllm_config
+        has_readers = config.cache_config.enable_prefix_caching or config.kv_transfer_config is not None
+        if self.history is None or has_readers or config.parallel_config.data_parallel_size > 1:
+            return None
+        layers = config.compilation_config.static_forward_context
+        windows = [
+            [getattr(layers[name], "sliding_window", None) for name in names]
+            for names in groups.layers_by_module[: self.plan.chain_length]
+        ]
+        return prompt_reach(windows, self.descriptor.hidden_states_flow, self.history.depth)
+
+    def unread_rows(
+        self, query_lens: torch.Tensor, upper: torch.Tensor | None, num_tokens: npt.NDArray[np.int32]
+    ) -> torch.Tensor | None:
+        """How many of each request's first rows in this step no draft will depend on; None: none of any request.
+
+        Args:
+            query_lens: `[num_reqs]` integer on the host.
+            upper: `[num_reqs]` integer or more on the host, bounds of the sequence lengths, exact where requests
+                prefill.
+            num_tokens: `[num_reqs]`, how many tokens are known of each request before this step samples.
+        """
+        longest_decode = 1 + self.plan.num_speculative_tokens  # of which the host knows bounds alone
+        if self.prompt_reach is None or upper is None or int(query_lens.max()) <= longest_decode:
+            return None
+        first_positions = upper[: len(query_lens)] - query_lens
+        unread = torch.from_numpy(num_tokens) - self.prompt_reach - first_positions
+        unread = unread.to(query_lens.dtype).clamp(min=0).minimum(query_lens)
+        unread[query_lens <= longest_decode] = 0
+        return unread if bool(unread.any()) else None
+
     # A drafting pass.
 
     def _run_pass(
@@ -197,10 +241,14 @@ class DraftPasses(GroupProposer, ABC):
         Args:
             cad: of the target's step, for any KV cache group; not changed.
         """
-        window = build_window(inputs.rows, cad, self.history, inputs.history_slots, laid_out=drafts.captured)
+        window = build_window(inputs.rows, cad, self.history, inputs.history_slots, drafts.captured, inputs.num_unread)
         if self.history is not None:
             assert inputs.history_slots is not None
             self.history.store(inputs.history_slots, window)
+        if inputs.num_unread is not None and torch.equal(inputs.num_unread, cad.query_start_loc_cpu.diff()):
+            # Every chunk ends before its prompt, so nobody asks what was drafted there either.
+            drafts.token_ids += [torch.zeros_like(window.last_rows)] * drafts.num_steps
+            return
         if self._is_limited:
             window = replace(window, positions=self._in_rotary_table(window.positions))
         hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)

@@ -171,11 +171,13 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
         inputs = self._read_step(
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens
         )
-        if self.graphs is not None:
-            query_lens = torch.from_numpy(input_batch.num_scheduled_tokens)
-            upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs]
-            if replay := self.graphs.plan(query_lens, upper, inputs.prompt_token_ids is not None):
-                return self.graphs.replay(replay, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
+        query_lens = torch.from_numpy(input_batch.num_scheduled_tokens)
+        upper = input_batch.seq_lens_cpu_upper_bound[:num_reqs]
+        unread = self.unread_rows(query_lens, upper, input_batch.prefill_len_np)
+        inputs = inputs._replace(num_unread=unread)
+        has_prompt = inputs.prompt_token_ids is not None
+        if self.graphs and (replay := self.graphs.plan(query_lens, upper, has_prompt, unread)):
+            return self.graphs.replay(replay, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
         max_query_len = int(input_batch.num_scheduled_tokens.max())
         num_steps = self.plan.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         drafts = self._new_drafts(num_steps)
