@@ -11,7 +11,8 @@ ON_V2 = [
     "K by batch, to 6",
     "sampled drafts",
     "grammars, overlapped",
-    "sliding modules, replayed, K=6",
+    "replayed, K=6",
+    "sliding modules",
 ]
 
 
