@@ -2,8 +2,8 @@
 
 What is written when. Every module writes keys and values of the same window of rows: the step's valid ones and, before
 them, those that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what
-a run from scratch over the verified tokens, and this pass's drafts after them, would hold; rows of prompts that no draft
-depends on may be missing. Steps beyond the chain write past the last valid row, where the next window writes again.
+a run from scratch over the verified tokens, and this pass's drafts after them, would hold, but for rows of prompts that
+no draft depends on. Steps beyond the chain write past the last valid row, where the next window writes again.
 
 A draft may be limited to shorter sequences than its target. Rows past its limit are padding, and the drafts made from
 them are anything; the rest of the batch doesn't notice.
