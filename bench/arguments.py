@@ -49,7 +49,7 @@ def add_draft_vocabulary_argument(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=32768,
         metavar="TOKENS",
-        help="that modes with cheap drafts score, at most three quarters of the vocabulary",
+        help="that modes with cheap drafts score; where there are no more, three quarters of the vocabulary",
     )
 
 

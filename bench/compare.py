@@ -159,7 +159,8 @@ def _write_vocabulary(file: Path, tokenizer: Any, model: str, wanted: int) -> di
     pieces = (
         tokenizer.encode(text, add_special_tokens=False, verbose=False) for _, text in read_sources(held_out=False)
     )
-    size = min(wanted, config.get("text_config", config)["vocab_size"] * 3 // 4)
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    size = wanted if wanted < vocab_size else vocab_size * 3 // 4
     found = draft_vocabulary.make(pieces, size, tokenizer, config)
     file.write_text(json.dumps(found))
     return {"size": size, "coverage": round(found["coverage"], 4)}

@@ -163,6 +163,7 @@ class PassGraphs:
         upper: np.ndarray | None,
         has_chunk_ends: bool,
         num_drafts: int | None = None,
+        num_unread: np.ndarray | None = None,
     ) -> Replay | None:
         """The graph that can run a step; None where there is none.
 
@@ -171,13 +172,18 @@ class PassGraphs:
             upper: `[num_reqs]` integer or more, bounds of the sequence lengths, exact where requests prefill.
             has_chunk_ends: a chunk ends before its prompt.
             num_drafts: that are wanted; a graph may make more. None: all.
+            num_unread: as of `PassInputs`.
         """
         num_reqs = len(query_lens)
+        if num_unread is not None and np.array_equal(num_unread, query_lens):
+            return None  # nothing has to be run
         if not has_chunk_ends and query_lens.max() <= self.query_len:
             shapes = (shape for made in (num_drafts, None) for shape in self._even.get(made, ()))
             shape = next((shape for shape in shapes if shape.num_reqs >= num_reqs), None)
             return None if shape is None else Replay(shape)
-        lens = window_lens(query_lens, upper, self._history_depth)
+        if int(query_lens.sum()) > len(self._static.rows.token_ids):
+            return None  # the window's rows might fit, but all of the step's are copied
+        lens = window_lens(query_lens, upper, self._history_depth, num_unread)
         num_rows = int(lens.sum())
         for shape in self._uneven[bisect_left(self._uneven, num_rows, key=lambda shape: shape.num_rows) :]:
             rest, padding = shape.num_rows - num_rows, shape.num_reqs - num_reqs
@@ -239,9 +245,9 @@ class PassGraphs:
         )
         inputs = PassInputs(
             StepRows(
-                rows.token_ids[:num_rows],
-                rows.positions[:num_rows],
-                rows.hidden_states[:num_rows],
+                rows.token_ids,  # of a step that may have more rows than the window
+                rows.positions,
+                rows.hidden_states,
                 rows.num_rejected[:num_reqs],
                 rows.query_start_loc[: num_reqs + 1],
             ),

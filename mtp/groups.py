@@ -88,14 +88,19 @@ class KVGroup:
 
 
 class KVGroups:
-    """All groups of a proposer, in the order of their ids, and which of them each of its modules uses."""
+    """All groups of a proposer, in the order of their ids, and which of them each of its modules uses.
+
+    Attributes:
+        layers_by_module: the names of each module's attention layers.
+    """
 
     def __init__(self, groups: Sequence[KVGroup], modules: Sequence[Iterable[str]] = ()) -> None:
         self.all = list(groups)
         self._by_id = {group.kv_cache_group_id: group for group in groups}
+        self.layers_by_module = [sorted(names) for names in modules]
         self._by_module = [
             [(group, attn) for group in groups for attn in group.attn_groups if not names.isdisjoint(attn.layer_names)]
-            for names in map(set, modules)
+            for names in map(set, self.layers_by_module)
         ]
 
     @property

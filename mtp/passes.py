@@ -2,8 +2,8 @@
 
 What is written when. Every module writes keys and values of the same window of rows: the step's valid ones and, before
 them, those that the last pass had to compute from drafts. After the pass every row up to the last valid one holds what
-a run from scratch over the verified tokens, and this pass's drafts after them, would hold. Steps beyond the chain write
-past the last valid row, where the next window writes again.
+a run from scratch over the verified tokens, and this pass's drafts after them, would hold, but for rows of prompts that
+no draft depends on. Steps beyond the chain write past the last valid row, where the next window writes again.
 
 A draft may be limited to shorter sequences than its target. Rows past its limit are padding, and the drafts made from
 them are anything; the rest of the batch doesn't notice.
@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
@@ -29,11 +31,12 @@ from vllm.v1.worker.utils import AttentionGroup
 from mtp.attention import can_capture_prompts, leave_sequences_whole, with_lengths_on_host
 from mtp.base import GroupProposer
 from mtp.graphs import PassGraphs, PassShape, uneven_shapes
+from mtp.groups import KVGroups
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
-from mtp.window import History, Window, build_window, for_other_rows, step_as_window
+from mtp.window import History, Window, build_window, for_other_rows, prompt_reach, step_as_window
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -82,6 +85,7 @@ class DraftPasses(GroupProposer, ABC):
         graphs: None as long as no pass was captured.
         max_captured_rows: of passes with a prompt; larger ones are run eagerly. 0: all are.
         draft_max_model_len: the position of the first row that is not the draft's to write; at most `max_model_len`.
+        prompt_reach: how many of a prompt's last rows drafts depend on; None: all.
     """
 
     tables_stay: ClassVar[bool] = False
@@ -94,6 +98,7 @@ class DraftPasses(GroupProposer, ABC):
     graphs: PassGraphs | None
     max_captured_rows: int
     draft_max_model_len: int
+    prompt_reach: int | None
 
     # The runner's base class has these.
     vllm_config: VllmConfig
@@ -111,7 +116,7 @@ class DraftPasses(GroupProposer, ABC):
         """
         self.descriptor, self.plan = descriptor, DraftPlan.of(descriptor, vllm_config)
         self.takes_wanted = False
-        self.groups = self.history = self.graphs = None
+        self.groups = self.history = self.graphs = self.prompt_reach = None
         self.max_captured_rows = 0
         self._max_num_reqs = max_num_reqs
         self._one_row_starts_cpu = torch.arange(max_num_reqs + 2, dtype=torch.int32)  # with one that is padding
@@ -187,6 +192,43 @@ class DraftPasses(GroupProposer, ABC):
             ):
                 self.model(**self._idle_inputs(module, num_rows, execution.num_input_tokens))
 
+    # Rows of prompts that are left out.
+
+    def bind_groups(self, groups: KVGroups) -> None:
+        super().bind_groups(groups)
+        self.prompt_reach = self._find_prompt_reach(groups)
+
+    def _find_prompt_reach(self, groups: KVGroups) -> int | None:
+        """All rows count where others than this engine's passes may read them, and where ranks meet in each pass."""
+        config = self.vllm_config
+        has_readers = config.cache_config.enable_prefix_caching or config.kv_transfer_config is not None
+        if self.history is None or has_readers or config.parallel_config.data_parallel_size > 1:
+            return None
+        layers = config.compilation_config.static_forward_context
+        windows = [
+            [getattr(layers[name], "sliding_window", None) for name in names]
+            for names in groups.layers_by_module[: self.plan.chain_length]
+        ]
+        return prompt_reach(windows, self.descriptor.hidden_states_flow, self.history.depth)
+
+    def unread_rows(
+        self, query_lens: np.ndarray, upper: np.ndarray | None, num_tokens: npt.NDArray[np.int32]
+    ) -> np.ndarray | None:
+        """How many of each request's first rows in this step no draft will depend on; None: none of any request.
+
+        Args:
+            query_lens: `[num_reqs]` integer.
+            upper: `[num_reqs]` integer or more, bounds of the sequence lengths, exact where requests prefill.
+            num_tokens: `[num_reqs]`, how many tokens are known of each request before this step samples.
+        """
+        longest_decode = 1 + self.plan.num_speculative_tokens  # of which the host knows bounds alone
+        if self.prompt_reach is None or upper is None or query_lens.max() <= longest_decode:
+            return None
+        first_positions = upper[: len(query_lens)] - query_lens
+        unread = np.clip(num_tokens - self.prompt_reach - first_positions, 0, query_lens)
+        unread[query_lens <= longest_decode] = 0
+        return unread if unread.any() else None
+
     # A drafting pass.
 
     def _run_pass(
@@ -205,6 +247,11 @@ class DraftPasses(GroupProposer, ABC):
         if self.history is not None:
             assert inputs.history_slots is not None
             self.history.store(inputs.history_slots, window)
+        unread = inputs.num_unread
+        if unread is not None and np.array_equal(unread, np.diff(cad.query_start_loc_cpu.numpy())):
+            # Every chunk ends before its prompt, so nobody asks what was drafted there either.
+            drafts.token_ids += [torch.zeros_like(window.last_rows)] * drafts.num_steps
+            return
         if self._is_limited:
             window = replace(window, positions=self._in_rotary_table(window.positions))
         hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)
@@ -216,7 +263,7 @@ class DraftPasses(GroupProposer, ABC):
         slot_mapping = self._step_slots(cad) if as_it_is else None
         if slot_mapping is not None:
             return step_as_window(inputs.rows, cad, slot_mapping)
-        return build_window(inputs.rows, cad, self.history, inputs.history_slots, laid_out=drafts.captured)
+        return build_window(inputs.rows, cad, self.history, inputs.history_slots, drafts.captured, inputs.num_unread)
 
     def _run_chain(
         self,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -35,12 +36,15 @@ class PassInputs(NamedTuple):
         history_slots: `[num_reqs]` int64; None for a single module, which has nothing to repair.
         prompt_token_ids: `[num_reqs, num_modules]` int32, contiguous, the tokens that follow a chunk which ends before
             its prompt does, and -1 for other requests; None where there is no such chunk.
+        num_unread: `[num_reqs]` integer on the host, how many of each request's first rows no draft will depend on:
+            the window begins after them. None: none of any request.
     """
 
     rows: StepRows
     next_token_ids: torch.Tensor
     history_slots: torch.Tensor | None
     prompt_token_ids: torch.Tensor | None = None
+    num_unread: np.ndarray | None = None
 
 
 @dataclass

@@ -13,6 +13,10 @@ all, and the rows that rejections take away from a step are as many as it needs:
 How many rows a request has is known to the host; where they lie, only to the device. A row that the history doesn't
 have is padding: its slot is -1 and its outputs are unused. A request that is shorter than its window begins at position
 0 and has the padding at its end, so no row precedes the sequence.
+
+Where every module slides and nobody else reads the cache, drafts depend on the last rows of a prompt alone
+(`prompt_reach`). The window of a chunk then begins where they do, and of a chunk before them it is the M rows that the
+history is made of.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,6 +135,7 @@ def build_window(
     history: History | None,
     slots: torch.Tensor | None,
     laid_out: bool = False,
+    num_unread: np.ndarray | None = None,
 ) -> Window:
     """Lays out the rows of a pass: the history's, where a request has any, and this step's.
 
@@ -141,9 +146,10 @@ def build_window(
             has at least, and may be more than the step's.
         history, slots: None for a single module, which has nothing to repair.
         laid_out: the query lengths are those of the windows, as in a captured pass, and known to the device alone.
+        num_unread: as of `PassInputs`, which only windows with a history leave out.
     """
     if not laid_out:
-        cad = _with_window_lens(cad, 0 if history is None else history.depth)
+        cad = _with_window_lens(cad, 0 if history is None else history.depth, num_unread)
     num_rows, longest = cad.num_actual_tokens, cad.max_query_len
     query_start_loc = cad.query_start_loc
     layout = lay_out_rows(rows, query_start_loc, cad.seq_lens, num_rows, longest, history, slots)
@@ -190,11 +196,13 @@ def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttent
     )
 
 
-def _with_window_lens(cad: CommonAttentionMetadata, depth: int) -> CommonAttentionMetadata:
+def _with_window_lens(
+    cad: CommonAttentionMetadata, depth: int, num_unread: np.ndarray | None
+) -> CommonAttentionMetadata:
     """The metadata with as many query rows as each window has."""
     starts, upper = cad.query_start_loc_cpu.numpy(), cad.seq_lens_cpu_upper_bound
     query_lens = np.diff(starts)
-    lens = window_lens(query_lens, None if upper is None else upper.numpy(), depth)
+    lens = window_lens(query_lens, None if upper is None else upper.numpy(), depth, num_unread)
     query_start_loc_cpu, query_start_loc = cad.query_start_loc_cpu, cad.query_start_loc
     if not np.array_equal(lens, query_lens):
         query_start_loc_cpu = torch.from_numpy(np.cumsum([0, *lens], dtype=starts.dtype))
@@ -208,7 +216,9 @@ def _with_window_lens(cad: CommonAttentionMetadata, depth: int) -> CommonAttenti
     )
 
 
-def window_lens(query_lens: np.ndarray, upper: np.ndarray | None, depth: int) -> np.ndarray:
+def window_lens(
+    query_lens: np.ndarray, upper: np.ndarray | None, depth: int, num_unread: np.ndarray | None = None
+) -> np.ndarray:
     """Rows of each request's window: as many as the step ran, and `depth + 1` where the sequence has them.
 
     The bound is exact where a request prefills, so a short prompt gets no padding; where it decodes it may be too
@@ -218,9 +228,33 @@ def window_lens(query_lens: np.ndarray, upper: np.ndarray | None, depth: int) ->
         query_lens: `[num_reqs]` integer.
         upper: `[num_reqs]` integer or more, bounds of the sequence lengths.
         depth: of the history; 0: windows are as long as the queries.
+        num_unread: `[num_reqs]` integer, rows at the beginning of each query that are left out.
     """
     if depth == 0:
         return query_lens
+    wanted = query_lens if num_unread is None else query_lens - num_unread
     least = depth + 1 if upper is None else np.minimum(upper[: len(query_lens)], depth + 1)
-    lens: np.ndarray = np.maximum(query_lens, least, dtype=query_lens.dtype)
+    lens: np.ndarray = np.maximum(wanted, least, dtype=query_lens.dtype)
     return lens
+
+
+def prompt_reach(windows: Sequence[Sequence[int | None]], hidden_states_flow: bool, depth: int) -> int | None:
+    """How many of a prompt's last rows drafts depend on, now or later; None: on all of them.
+
+    A module drafts from the prompt's last row on, which attends to the window before it. A key depends on the hidden
+    state that its module was given at its row; where that is the module's before it, so is what it attended to. And
+    the last `depth` rows are run again by later passes.
+
+    Args:
+        windows: of the attention layers of each module, in the order of the chain; None: not a sliding one.
+        hidden_states_flow: as of `DraftDescriptor`.
+        depth: of the history.
+    """
+    reach = outputs = 1  # rows of a module whose output is read
+    for of_module in reversed(windows):
+        if not of_module or None in of_module:
+            return None
+        keys = outputs + sum(window - 1 for window in of_module if window is not None)
+        reach = max(reach, keys)
+        outputs = max(keys, depth) if hidden_states_flow else 1
+    return reach

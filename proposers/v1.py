@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config, replace
 from vllm.logger import init_logger
@@ -44,6 +45,12 @@ class DraftBatch(NamedTuple):
     requests: dict[str, CachedRequestState]
     input_batch: InputBatch
     num_sampled: np.ndarray
+
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int32]:
+        """`[num_reqs]`, how many tokens were known before this step sampled: of a prompt, all of it."""
+        known: npt.NDArray[np.int32] = self.input_batch.num_tokens_no_spec[: len(self.num_sampled)] - self.num_sampled
+        return known
 
 
 @dataclass(slots=True)
@@ -228,14 +235,15 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         chain_length = self.plan.chain_length
         prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
-        inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids)
-        if self.graphs is not None and sampling_metadata is None:
-            query_lens, upper = np.diff(cad.query_start_loc_cpu.numpy()), cad.seq_lens_cpu_upper_bound
-            if replay := self.graphs.plan(query_lens, None if upper is None else upper.numpy(), prompt is not None):
-                seq_lens = cad.seq_lens[: cad.num_reqs]
-                num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
-                made = self.graphs.replay(replay, inputs, num_rows, seq_lens)
-                return made[:, :num_speculative_tokens]
+        query_lens = np.diff(cad.query_start_loc_cpu.numpy())
+        upper = None if cad.seq_lens_cpu_upper_bound is None else cad.seq_lens_cpu_upper_bound.numpy()
+        unread = None if batch is None else self.unread_rows(query_lens, upper, batch.num_tokens)
+        inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids, unread)
+        graphs = self.graphs if sampling_metadata is None else None
+        if graphs and (replay := graphs.plan(query_lens, upper, prompt is not None, num_unread=unread)):
+            num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
+            made = graphs.replay(replay, inputs, num_rows, cad.seq_lens[: cad.num_reqs])
+            return made[:, :num_speculative_tokens]
         # Ranks of a data-parallel group meet in every forward, so none may run fewer than the others.
         num_steps = self.plan.num_speculative_tokens if self._fixed_forwards else num_speculative_tokens
         drafts = SampledDrafts(num_steps, sampling_metadata=sampling_metadata)

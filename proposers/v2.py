@@ -174,10 +174,12 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens
         )
         num_steps = self.plan.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        query_lens = input_batch.num_scheduled_tokens
+        query_lens, upper = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu_upper_bound.numpy()
+        unread = self.unread_rows(query_lens, upper, input_batch.prefill_len_np)
+        inputs = inputs._replace(num_unread=unread)
         if self.graphs is not None:
-            upper, has_chunk_ends = input_batch.seq_lens_cpu_upper_bound.numpy(), inputs.prompt_token_ids is not None
-            if replay := self.graphs.plan(query_lens, upper, has_chunk_ends, num_steps):
+            has_chunk_ends = inputs.prompt_token_ids is not None
+            if replay := self.graphs.plan(query_lens, upper, has_chunk_ends, num_steps, unread):
                 return self.graphs.replay(replay, inputs, input_batch.num_tokens, input_batch.seq_lens[:num_reqs])
         max_query_len = int(query_lens.max())
         drafts = self._new_drafts(num_steps)

@@ -164,6 +164,11 @@ def half_block_size(engine: Engine) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def short_reach(engine: Engine) -> AbstractContextManager[Any]:
+    """Of a prompt one row more is left out than nothing depends on."""
+    return mock.patch.object(engine.drafter, "prompt_reach", engine.drafter.prompt_reach - 1)
+
+
 def hosts_chunk_ends(engine: Engine) -> AbstractContextManager[Any]:
     """vLLM's own proposer gives the end of a prompt's chunk the prompt's last token, as it is without this package."""
     return mock.patch("proposers.v1.chunk_ends", return_value=None)
@@ -187,6 +192,7 @@ FAULTS: dict[str, Plant] = {
     "no_slots_for_module_1": no_slots_for_module_1,
     "padding_drafts_ahead": padding_drafts_ahead,
     "half_block_size": half_block_size,
+    "short_reach": short_reach,
     "hosts_chunk_ends": hosts_chunk_ends,
     "hosts_limit": hosts_limit,
 }

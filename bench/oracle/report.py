@@ -57,6 +57,7 @@ class Report:
         rows_mismatched: of those, the ones further off than `tolerance`, by module in `mismatched_by_module`.
         rows_open: rows that wait for a draft which the pass was not asked for; nothing says what they hold.
         rows_freed: rows outside a sliding window, whose blocks are no longer the request's.
+        rows_unread: rows of prompts that no draft depends on, and that may have been left out.
         rows_unwritten: rows of requests whose hidden states the host kept from the drafter in an earlier step, or that
             reuse such a request's blocks: not checked.
         rows_excused: mismatches of requests where the engine took another of two equal experts (`ROUTING_TOLERANCES`).
@@ -76,6 +77,7 @@ class Report:
     mismatched_by_module: dict[int, int] = field(default_factory=dict)
     rows_open: int = 0
     rows_freed: int = 0
+    rows_unread: int = 0
     rows_unwritten: int = 0
     rows_excused: int = 0
     slots_checked: int = 0

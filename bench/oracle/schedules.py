@@ -29,7 +29,8 @@ class Setup:
         adapters: some requests have a LoRA adapter, of the one checkpoint that there is one for (`mimo`).
         hash_algorithm: of the prefix cache's keys.
         checkpoint: `tiny`; `wide`, the same with KV cache groups that differ in their block size
-            (`variants.widen_sliding_layers`); `mimo`, a model of one module; `narrow`, a MiMo-V2 with narrower values
+            (`variants.widen_sliding_layers`); `sliding`, the same with modules that all slide, over fewer rows
+            (`variants.slide_modules`); `mimo`, a model of one module; `narrow`, a MiMo-V2 with narrower values
             (`variants.narrow_values`), which no attention on a CPU has.
         hidden_states_flow: as in `DraftDescriptor`; False: the checkpoint's modules all take the target's.
         grammars: the share of requests whose output has to follow a grammar, which cuts drafts short.
@@ -62,7 +63,7 @@ class Setup:
     adapters: bool = False
     hash_algorithm: str = "sha256"
     block_size: int = BLOCK_SIZE
-    checkpoint: Literal["tiny", "wide", "mimo", "narrow"] = "tiny"
+    checkpoint: Literal["tiny", "wide", "sliding", "mimo", "narrow"] = "tiny"
     hidden_states_flow: bool = True
     grammars: float = 0.0
     overlapped: bool = False
@@ -159,6 +160,17 @@ SETUPS = (
     Setup("to the end", max_model_len=96, max_batched_tokens=96),
     Setup("past the draft's end", max_model_len=160, chunk=40, speculative={"max_model_len": 80}),
     Setup("past the draft's end, replayed", k=6, max_model_len=160, replayed=True, speculative={"max_model_len": 72}),
+    Setup("sliding modules", checkpoint="sliding", prefix_caching=False, overlapped=True),
+    Setup(
+        "sliding modules, replayed, K=6",
+        checkpoint="sliding",
+        prefix_caching=False,
+        hybrid=False,
+        num_blocks=24,
+        crowd=True,
+        replayed=True,
+        k=6,
+    ),
     Setup("one at a time", max_num_seqs=1, max_batched_tokens=32, weight=1),
     Setup("two block sizes", checkpoint="wide", num_blocks=60, chunk=40, weight=3),
     Setup("one KV cache group", hybrid=False, num_blocks=48, crowd=True),
@@ -187,7 +199,14 @@ SETUPS = (
     Setup("vLLM's own", checkpoint="mimo", host=True, max_batched_tokens=48),
     Setup("vLLM's own, to the end", checkpoint="mimo", host=True, max_model_len=96, max_batched_tokens=96),
     Setup("the target's hidden states", hidden_states_flow=False, max_model_len=160, num_blocks=24, crowd=True),
-    Setup("the target's hidden states, K=6", hidden_states_flow=False, k=6, max_model_len=160, max_batched_tokens=48),
+    Setup(
+        "the target's hidden states, K=6",
+        hidden_states_flow=False,
+        k=6,
+        prefix_caching=False,
+        max_model_len=160,
+        max_batched_tokens=48,
+    ),
     Setup("replayed", replayed=True, num_blocks=36, crowd=True, weight=3),
     Setup("replayed, K=6", replayed=True, k=6, num_blocks=48, crowd=True, overlapped=True),
     Setup("replayed, K by batch", replayed=True, k=6, k_by_batch=((1, 1, 6), (2, 2, 1), (3, 3, 4), (4, 6, 0))),

@@ -35,6 +35,8 @@ def checkpoint(model: Path, setup: Setup) -> Iterator[Path]:
         folder = Path(name)
         if setup.checkpoint == "wide":
             widen_sliding_layers(model, folder)
+        elif setup.checkpoint == "sliding":
+            slide_modules(model, folder)
         elif setup.checkpoint == "narrow":
             narrow_values(model, folder)
         else:
@@ -126,6 +128,24 @@ def widen_sliding_layers(model: Path, folder: Path) -> None:
             heads = tensors[key].unflatten(0, (-1, head_dim))
             tensors[key] = heads.repeat_interleave(2, dim=0).flatten(0, 1).contiguous()
     other["num_attention_groups"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def slide_modules(model: Path, folder: Path, window: int = 24) -> None:
+    """Writes a checkpoint in which module 0 slides, too: it has the attention of module 1, and a window is so short
+    that drafts depend on a part of most prompts only.
+    """
+    for path in model.glob("*.json"):
+        shutil.copy(path, folder)
+    config = json.loads((model / "config.json").read_text())
+    first = config["num_hidden_layers"]
+    config["sliding_window"] = window
+    for name in ("layer_types", "rope_theta", "partial_rotary_factors"):
+        config[name][first] = config[name][first + 1]
+    tensors = load_file(model / WEIGHTS)
+    for name in [name for name in tensors if name.startswith(f"model.layers.{first + 1}.self_attn.")]:
+        tensors[name.replace(f".{first + 1}.", f".{first}.")] = tensors[name].clone()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 

@@ -10,6 +10,10 @@ are the tokens up to L + 1, and the whole prompt (with the output so far, after 
 * draft i is the best token of module i's head at row L. In a chunk that ends before its prompt the engine throws it
   away, and it is right all the same.
 
+Where all modules slide and nobody but the engine's own passes reads the cache, rows may be missing that no draft
+depends on: those far enough before the end of what was known when the request began, or began again. Drafts at the ends
+of chunks, which the engine throws away, then may depend on them, and are not checked.
+
 Where the host doesn't call the drafter (`_input_fits_in_drafter`), rows stay unwritten that no later pass is given.
 Their slots are remembered, and requests that attend to them are not checked.
 """
@@ -42,6 +46,7 @@ class Followed:
     Attributes:
         tokens: the known ones.
         start: its first row in the pass that began it, or began it again: the rows before were reused.
+        prompt_len: how many tokens were known then.
         next_row: the row after the last valid one of its latest pass.
         target_error: the furthest that the engine's target was from the reference's.
     """
@@ -49,6 +54,7 @@ class Followed:
     reference: Reference
     tokens: list[int]
     start: int = 0
+    prompt_len: int = 0
     next_row: int | None = None
     target_error: float = 0.0
 
@@ -92,12 +98,32 @@ class Watcher:
         self.caches = module_caches(self.view)
         # The draft may be limited to shorter sequences than its target.
         self.limit = getattr(self.view.drafter, "draft_max_model_len", self.runner.max_model_len)
+        self.reaches = self._find_reaches()
         self.followed: dict[str, Followed] = {}
         num_blocks = self.runner.kv_cache_config.num_blocks
         self._unwritten = [torch.zeros(num_blocks * cache.block_size, dtype=torch.bool) for cache in self.caches]
         self._last_k: int | None = None
         self._proposed = False
         self._install()
+
+    def _find_reaches(self) -> list[int] | None:
+        """For each module, how many of a prompt's last rows a draft depends on; None: every row has to be there.
+
+        The first draft of module i attends to W_i rows up to the prompt's last, and module i's row p is made of what
+        module i - 1's attends to, which are the W_{i-1} rows up to p.
+        """
+        config = self.runner.vllm_config
+        if getattr(self.view.drafter, "prompt_reach", None) is None:
+            return None
+        assert not config.cache_config.enable_prefix_caching
+        assert config.kv_transfer_config is None
+        chain = self.caches[: config.speculative_config.num_speculative_tokens]
+        reaches: list[int] = []
+        for cache in reversed(chain):
+            assert cache.window is not None
+            further = reaches[0] - 1 if reaches and self.model.hidden_states_flow else 0
+            reaches.insert(0, cache.window + further)
+        return reaches
 
     def start_schedule(self) -> None:
         """Forgets the requests of the schedule before."""
@@ -208,7 +234,7 @@ class Watcher:
         resumed = followed.next_row is not None and view.first < followed.next_row
         events.preemptions += resumed
         if resumed or followed.next_row is None:
-            followed.start = view.first
+            followed.start, followed.prompt_len = view.first, max(len(followed.tokens), view.last + 1)
             events.prefix_hits += view.first > 0
             events.prefix_hits_diverging += view.first > 0 and view.request_id in self.diverging
             self._note_parting(view, resumed)
@@ -255,6 +281,10 @@ class Watcher:
         keys, values = (x[: self.limit, cache.heads] for x in (reference.keys(module), reference.values(module)))
         start, end = cache.first_visible(view.first), len(keys)
         report.rows_freed += min(start, end)
+        if self.reaches is not None:
+            first_read = min(max(start, followed.prompt_len - self.reaches[module]), end)
+            report.rows_unread += max(0, first_read - start)
+            start = max(start, first_read)
         report.rows_open += view.last + 1 - end
         if start >= end:
             return
@@ -350,6 +380,8 @@ class Watcher:
         if self.view.temperature(view.request_id) > 0 and not self.greedy_drafts:
             return 0
         if view.last >= self.limit:
+            return 0
+        if self.reaches is not None and view.last + 1 < followed.prompt_len:
             return 0
         modules = len(self.caches)
         # In a chunk that ends before its prompt, drafts past the modules would continue what isn't the prompt.

@@ -233,6 +233,7 @@ FAULTS = (
     ("stale_hidden_states", "one module"),
     ("hidden_states_flow", "the target's hidden states, K=6"),
     ("padding_drafts_ahead", "replayed, K=6"),
+    ("short_reach", "sliding modules"),
 )
 # The others' are among `EVERYTHING`.
 ENGINES = sorted({engine for _, engine in FAULTS} - {"two block sizes", "preemption"})
@@ -320,6 +321,12 @@ def test_it_sees_that_padding_writes_into_blocks_of_others() -> None:
     assert report["events"]["replays"] > 0
     assert report["rows_mismatched"] > 0
     assert "should be right because" in report["first_mismatch"]
+
+
+def test_it_sees_that_a_row_too_many_of_a_prompt_was_left_out() -> None:
+    assert with_fault("none", "sliding modules")["rows_unread"] > 1_000
+    report = with_fault("short_reach", "sliding modules")
+    assert "this pass was given its hidden state" in report["first_mismatch"]
 
 
 def test_in_bfloat16_it_sees_a_fault_and_nothing_without_it() -> None:

@@ -12,6 +12,7 @@ ON_V2 = [
     "sampled drafts",
     "grammars, overlapped",
     "replayed, K by batch",
+    "sliding modules",
 ]
 
 
@@ -24,6 +25,7 @@ def test_on_the_v2_runner_every_row_and_every_draft_is_right() -> None:
     assert_clean(report)
     assert report["rows_checked"] > 40_000
     assert report["drafts_checked"] > 1_000
+    assert report["rows_unread"] > 1_000
 
 
 def test_everything_that_the_schedules_are_for_happened_on_the_v2_runner() -> None:

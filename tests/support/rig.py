@@ -130,12 +130,17 @@ class SpyModel(nn.Module):
 
 @dataclass
 class Batch:
-    """What the host hands over in one step: for each request its length, and how many of its rows are new."""
+    """What the host hands over in one step: for each request its length, and how many of its rows are new.
+
+    Attributes:
+        prompt_lens: None: no chunk ends before its prompt.
+    """
 
     seq_lens: list[int]
     query_lens: list[int]
     rejected: list[int] | None = None
     rope_positions: torch.Tensor | None = None
+    prompt_lens: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.seq_lens)
@@ -248,7 +253,8 @@ class Rig:
         )
         for request, last in enumerate(batch.lasts):
             # All tokens up to the one after the last valid row are known, so no chunk ends here.
-            tokens = list(range(min(last + 2, self.proposer.max_model_len)))
+            num_tokens = last + 2 if batch.prompt_lens is None else batch.prompt_lens[request]
+            tokens = list(range(min(num_tokens, self.proposer.max_model_len)))
             state = self.states.get(str(request))
             if state is None:
                 blocks = tuple(table[request].tolist() for table in self.tables.values())

@@ -97,12 +97,19 @@ SHAPES = (
 )
 
 
-def planned(query_lens: list[int], upper: list[int] | None = None, chunk_ends: bool = False, limit: int = 64) -> Any:
+def planned(
+    query_lens: list[int],
+    upper: list[int] | None = None,
+    chunk_ends: bool = False,
+    limit: int = 64,
+    unread: list[int] | None = None,
+) -> Any:
     graphs = make_graphs([make_group(1)], no_pass, limit)
     for shape in reversed(SHAPES):
         graphs.add(shape, None, torch.zeros(0))
     bounds = None if upper is None else np.array(upper)
-    return graphs.plan(np.array(query_lens, dtype=np.int32), bounds, chunk_ends)
+    num_unread = None if unread is None else np.array(unread, dtype=np.int32)
+    return graphs.plan(np.array(query_lens, dtype=np.int32), bounds, chunk_ends, num_unread=num_unread)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,12 @@ def test_a_graph_of_as_many_drafts_runs_a_step_that_wants_fewer_and_else_one_of_
     replay = graphs.plan(np.ones(num_reqs, dtype=np.int32), None, False, num_drafts)
     assert replay is not None
     assert replay.shape == graphs.even(num_reqs, made)
+
+
+def test_rows_that_nobody_reads_take_no_room_in_a_graph_unless_the_step_itself_has_too_many() -> None:
+    assert planned([26, 4], [26, 50], unread=[17, 0]).shape == SHAPES[2]
+    assert planned([30, 4], [30, 50], unread=[21, 0]) is None
+    assert planned([8, 4], [8, 50], True, unread=[8, 4]) is None  # nothing is to be run
 
 
 def test_what_is_left_over_are_sequences_that_the_context_has_room_for() -> None:

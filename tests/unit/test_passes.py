@@ -1,14 +1,14 @@
-"""Which rows of a module are computed to the end."""
+"""Which rows of a module are computed, and which of them to the end."""
 
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, KVTransferConfig
 
 from mtp.passes import Execution
 from proposers.v1 import MultiGroupProposer
-from tests.support.rig import Batch, SpyModel, full, make_config, make_rig, sliding
+from tests.support.rig import WINDOW, Batch, SpyModel, full, make_config, make_rig, sliding
 
 BATCH = Batch(seq_lens=[33, 40], query_lens=[33, 4])
 LAST_ROWS = [32, 36]
@@ -48,3 +48,30 @@ def test_rows_that_nothing_reads_end_early_where_the_model_can(
     drafts = rig.propose(BATCH, num_modules)
     assert rig.model.wanted == wanted
     assert drafts.tolist() == [[rig.model.token(module) for module in range(num_modules)]] * len(BATCH)
+
+
+def test_rows_of_prompts_that_no_draft_depends_on_are_left_out() -> None:
+    config = make_config()
+    config.cache_config.enable_prefix_caching = False
+    rig = make_rig(MultiGroupProposer, config, [sliding(32)] * 3)
+    reach = rig.proposer.prompt_reach
+    assert reach == 3 * WINDOW - 2
+    chunks = Batch(seq_lens=[100, 30], query_lens=[100, 20], prompt_lens=[100 + reach, 400])
+    assert rig.propose(chunks).tolist() == [[0] * 3] * 2
+    assert rig.forwards == []  # all rows of both are too early
+    batch = Batch(seq_lens=[200, 75, 10], query_lens=[190, 45, 4], prompt_lens=[50 + reach, 42 + reach, 10])
+    rig.propose(batch)
+    assert [forward.starts for forward in rig.forwards] == [[0, 150, 183, 187]] * 3
+    assert rig.forwards[0].positions[[0, 150, 183]].tolist() == [50, 42, 6]
+
+
+@pytest.mark.parametrize("reader", ["prefix cache", "KV connector", "full attention"])
+def test_rows_that_somebody_may_read_are_all_run(reader: str) -> None:
+    config = make_config()
+    config.cache_config.enable_prefix_caching = reader == "prefix cache"
+    if reader == "KV connector":
+        config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    last = full(32) if reader == "full attention" else sliding(32)
+    rig = make_rig(MultiGroupProposer, config, [sliding(32), sliding(32), last])
+    rig.propose(Batch(seq_lens=[100], query_lens=[100], prompt_lens=[400]))
+    assert [forward.starts for forward in rig.forwards] == [[0, 100]] * 3

@@ -2,6 +2,9 @@
 
 import random
 
+import pytest
+
+from mtp.window import prompt_reach
 from tests.support.window_tests import WindowTests, make_history, make_story
 
 
@@ -27,3 +30,22 @@ def test_a_new_request_of_an_old_id_does_not_inherit_its_rows() -> None:
     history.valid[slot] = 2
     (slot,) = history.assign(["same id"], {"same id": new})
     assert int(history.valid[slot]) == 0
+
+
+@pytest.mark.parametrize(
+    ("windows", "flow", "reach"),
+    [
+        ([[512], [512], [512]], True, 1534),  # the first draft of the last module, through all that it depends on
+        ([[128], [128], [128]], False, 128),
+        ([[512], [512], [None]], True, None),
+        ([[512], [512], [None]], False, None),
+        ([[512], []], True, None),  # no attention that is known
+        ([[64], [8, 16]], True, 64 + 8 + 16 - 2),
+        ([[100], [10]], False, 100),
+        ([[64], [1]], True, 65),  # the row before the last is run again by the next pass
+    ],
+)
+def test_drafts_depend_on_what_the_windows_of_all_modules_reach(
+    windows: list[list[int | None]], flow: bool, reach: int | None
+) -> None:
+    assert prompt_reach(windows, flow, depth=2) == reach

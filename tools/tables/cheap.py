@@ -1,33 +1,85 @@
-"""What cheap drafts cost on a GPU, by `bench gpu` in one run by turns."""
+"""What cheap drafts cost: on a GPU, by `bench gpu` in one run by turns, and in acceptance, by `bench compare`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from tools.tables.gpu import MODES, Run
-from tools.tables.records import sentences, show, table
+from tools.tables.records import RESULTS, record, sentences, show, table
 
-RUN = Run("8 layers, prompts of 256", "gpu-real-vocabulary", "256")
 CHEAP, FULL, THEIRS = "ours-v2-cheap", "ours-v2", "upstream-v2"
-GOALS = {"1": 0.65, "8": 0.65, "32": 0.68, "64": 0.68}
+RUN = Run("1", "gpu-real-vocabulary", "256")
+ON_TWO = Run("2", "gpu-real-vocabulary-tp2", "256")
+GOALS = {RUN: {"1": 0.65, "8": 0.65, "32": 0.68, "64": 0.68}, ON_TWO: dict.fromkeys(("1", "8", "32", "64"), 0.75)}
+
+MODELS = {"step3p5": "Step-3.5", "mimo-v2": "MiMo-V2"}
+SIZES = (832, 640, 256)
+ACCEPTANCE_GOAL = 0.98
+
+
+def runs() -> list[Run]:
+    """Those that were measured."""
+    return [run for run in GOALS if (RESULTS / f"{run.name}.json").exists()]
 
 
 def cheap_on_gpu() -> str:
     rows = []
-    for batch in RUN.batches:
-        busy = [show(RUN.get(mode, "gpu_busy_ms", batch), 2) for mode in (THEIRS, FULL, CHEAP)]
-        ratios = [show(RUN.ratio("gpu_busy_ms", mode, THEIRS, batch), 2) for mode in (FULL, CHEAP)]
-        rows.append([batch, *busy, *ratios, show(GOALS[batch], 2)])
-    head = ["batch", MODES[THEIRS], MODES[FULL], "with both options", "full over vLLM's", "cheap over vLLM's", "goal"]
-    return table(head, rows)
+    for run in runs():
+        for batch in run.batches:
+            busy = [show(run.get(mode, "gpu_busy_ms", batch), 2) for mode in (THEIRS, FULL, CHEAP)]
+            ratios = [show(run.ratio("gpu_busy_ms", mode, THEIRS, batch), 2) for mode in (FULL, CHEAP)]
+            rows.append([run.label, batch, *busy, *ratios, show(GOALS[run][batch], 2)])
+    head = ["GPUs", "batch", MODES[THEIRS], MODES[FULL], "with both options", "full over vLLM's", "cheap over vLLM's"]
+    return table([*head, "goal"], rows)
 
 
 def cheap_says() -> str:
-    found = {batch: RUN.ratio("gpu_busy_ms", CHEAP, THEIRS, batch) or 1.0 for batch in RUN.batches}
-    missed = [
-        f"{ratio:.2f} with {batch} requests, where it was {GOALS[batch]}"
-        for batch, ratio in found.items()
-        if round(ratio, 2) > GOALS[batch]
-    ]
+    missed = []
+    for run in runs():
+        for batch in run.batches:
+            ratio, goal = run.ratio("gpu_busy_ms", CHEAP, THEIRS, batch) or 1.0, GOALS[run][batch]
+            if round(ratio, 2) > goal:
+                gpus = "" if run is RUN else f" on {run.label} GPUs"
+                missed.append(f"{ratio:.2f} with {batch} requests{gpus}, where it was {goal}")
     return sentences(f"The goal is {'missed: ' + '; '.join(missed) if missed else 'met'}.")
 
 
-TABLES: dict[str, Callable[[], str]] = {"cheap-on-gpu": cheap_on_gpu, "cheap-says": cheap_says}
+def acceptance() -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
+    """Of each model and list, the model's name, the record's settings and the acceptance length of each mode."""
+    for model, name in MODELS.items():
+        for size in SIZES:
+            found = record(f"cheap-acceptance-{model}-{size}")
+            lengths = {mode: entry["acceptance_length"] for mode, entry in found["modes"].items()}
+            yield name, found["settings"], lengths
+
+
+def cheap_acceptance() -> str:
+    rows = []
+    for name, settings, lengths in acceptance():
+        listed = settings["draft_vocabulary"]
+        ratios = [show(lengths[f"ours-{kind}"] / lengths["ours"], 3) for kind in ("fp8", "vocabulary", "cheap")]
+        coverage = f"{100 * listed['coverage']:.1f} %"
+        rows.append([name, str(listed["size"]), coverage, show(lengths["ours"], 3), *ratios, show(ACCEPTANCE_GOAL, 2)])
+    head = ["tiny model", "tokens of 1024", "coverage", "full drafts", "8 bits", "the list", "both", "goal"]
+    return table(head, rows)
+
+
+def cheap_acceptance_says() -> str:
+    met = [s["draft_vocabulary"] for _, s, lengths in acceptance() if _ratio(lengths) >= ACCEPTANCE_GOAL]
+    missed = [s["draft_vocabulary"] for _, s, lengths in acceptance() if _ratio(lengths) < ACCEPTANCE_GOAL]
+    least, most = min(x["coverage"] for x in met), max(x["coverage"] for x in missed)
+    return sentences(f"""
+        The goal is met where the list covers {100 * least:.1f} % of text, and missed where it covers {100 * most:.1f} %
+        or less. Weights of 8 bits hardly cost anything.
+    """)
+
+
+def _ratio(lengths: dict[str, float]) -> float:
+    return round(lengths["ours-cheap"] / lengths["ours"], 3)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "cheap-on-gpu": cheap_on_gpu,
+    "cheap-says": cheap_says,
+    "cheap-acceptance": cheap_acceptance,
+    "cheap-acceptance-says": cheap_acceptance_says,
+}
