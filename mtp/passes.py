@@ -31,7 +31,6 @@ from mtp.attention import can_capture_prompts, leave_sequences_whole, with_lengt
 from mtp.base import GroupProposer
 from mtp.chain import CompiledChain
 from mtp.graphs import PassGraphs, PassShape, uneven_shapes
-from mtp.host_window import build_window_on_host, store_on_host
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
@@ -204,26 +203,15 @@ class DraftPasses(GroupProposer, ABC):
         Args:
             cad: of the target's step, for any KV cache group; not changed.
         """
-        window = self._build_window(inputs, cad, drafts)
+        window = build_window(inputs.rows, cad, self.history, inputs.history_slots, laid_out=drafts.captured)
+        if self.history is not None:
+            assert inputs.history_slots is not None
+            self.history.store(inputs.history_slots, window)
         if self._is_limited:
             window = replace(window, positions=self._in_rotary_table(window.positions))
         hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)
         if hidden is not None:
             self._slide(window, cad, hidden, drafts)
-
-    def _build_window(self, inputs: PassInputs, cad: CommonAttentionMetadata, drafts: Drafts) -> Window:
-        """Lays out the rows of the pass, and keeps those in the history that the next one needs."""
-        rows, history, slots = inputs.rows, self.history, inputs.history_slots
-        if history is None:
-            return build_window(rows, cad, None, None, laid_out=drafts.captured)
-        assert slots is not None
-        if self.device.type == "cpu" and rows.positions.dim() == 1 and not drafts.captured:
-            window = build_window_on_host(rows, cad, history, slots)
-            store_on_host(history, slots, window)
-        else:
-            window = build_window(rows, cad, history, slots, laid_out=drafts.captured)
-            history.store(slots, window)
-        return window
 
     def _run_chain(
         self,
