@@ -1,8 +1,8 @@
 """The chain of a pass as one compiled function, where the host compiles its target on a CPU.
 
-There a pass of few rows is mostly Python and small operators. The host's own support compiles it, with its settings, its
-cache and its way of dropping guards: once, for any number of rows and requests. The eager chain (`mtp/passes.py`) stays
-its reference, and what runs it under `enforce_eager`, and for whatever isn't greedy.
+There a pass of few rows is mostly Python and small operators. The host's own support compiles it, with its settings,
+its cache and its way of dropping guards: once, for any number of rows and requests. The eager chain (`mtp/passes.py`)
+stays its reference, and runs under `enforce_eager` and for whatever isn't greedy.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class CompiledChain(nn.Module):
             hidden_states: `[num_rows, hidden_size]`, the target's.
             last_rows: `[num_reqs]` int64.
             next_token_ids: `[num_reqs]` int64, the tokens after the last valid rows.
-            known_token_ids: `[num_reqs, num_modules]` int64, the tokens after a chunk that ends before its prompt, and -1
+            known_token_ids: `[num_reqs, num_modules]` int64, the tokens after a chunk that ends before its prompt; -1
                 for other requests.
 
         Returns:

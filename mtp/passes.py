@@ -303,8 +303,8 @@ class DraftPasses(GroupProposer, ABC):
         with self._forward_context(Layers({}, {}), execution):
             chain(rows, rows.clone(), hidden, requests, requests.clone(), self._none_known[:2])
 
-    def _forward_context(self, layers: Layers, execution: Execution) -> AbstractContextManager[None]:
-        return set_forward_context(
+    def _forward_context(self, layers: Layers, execution: Execution) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = set_forward_context(
             layers.attn_metadata or None,
             self.vllm_config,
             num_tokens=execution.num_input_tokens,
@@ -312,6 +312,7 @@ class DraftPasses(GroupProposer, ABC):
             cudagraph_runtime_mode=execution.mode,
             slot_mapping=layers.slot_mapping,
         )
+        return context
 
     @staticmethod
     def _shift(token_ids: torch.Tensor, window: Window, follows: torch.Tensor | None) -> torch.Tensor:
@@ -419,14 +420,7 @@ class DraftPasses(GroupProposer, ABC):
         if ends_early:
             inputs = inputs | {"wanted": wanted}
         self._prepare_eplb(num_rows)
-        with set_forward_context(
-            layers.attn_metadata,
-            self.vllm_config,
-            num_tokens=execution.num_input_tokens,
-            num_tokens_across_dp=execution.num_tokens_across_dp,
-            cudagraph_runtime_mode=execution.mode,
-            slot_mapping=layers.slot_mapping,
-        ):
+        with self._forward_context(layers, execution):
             output = self.model(**inputs)
         if wanted is not None and not ends_early:
             output = tuple(x[wanted] for x in output) if isinstance(output, tuple) else output[wanted]

@@ -44,9 +44,9 @@ def pack_on_cpu(model: nn.Module) -> None:
 
     To be called again whenever these may have changed.
     """
-    layer: Any
-    for layer in model.modules():
-        if type(layer) is nn.Linear and not hasattr(layer, "quant_method"):
+    layers: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        if not hasattr(layer, "quant_method"):  # one of 8 bits has
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
             layer.forward = functools.partial(_product_of_packed, layer)
 
