@@ -95,7 +95,7 @@ def write_slots_on_host(
     for table, size, output in zip(block_tables, block_sizes, outputs, strict=True):
         width = table.shape[1]
         if (size, width) not in located:
-            blocks = (at // size).clip(0, width - 1)
+            blocks = np.minimum(np.maximum(at // size, 0), width - 1)
             outside = (at < 0) | (at >= min(max_model_len, width * size))
             located[size, width] = blocks, at - blocks * size, outside
         blocks, offsets, outside = located[size, width]

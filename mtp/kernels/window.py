@@ -162,7 +162,7 @@ def lay_out_rows_on_host(
     seq_positions = np.arange(num_rows) + (starts - bounds[:-1])[req_indices]
     offsets = seq_positions - first_positions[req_indices]
     last_row = rows.token_ids.shape[0] - 1
-    step_rows = torch.from_numpy((offsets + step_bounds[req_indices]).clip(0, last_row))
+    step_rows = torch.from_numpy(np.minimum(np.maximum(offsets + step_bounds[req_indices], 0), last_row))
     token_ids, positions = rows.token_ids[step_rows], rows.positions[step_rows]
     hidden_states = rows.hidden_states[step_rows]
     unwritten = seq_positions > last_positions[req_indices]
@@ -171,7 +171,7 @@ def lay_out_rows_on_host(
         row_slots, depth = slots.numpy()[req_indices[past]], history.depth
         entries = seq_positions[past] - history.ends.numpy()[row_slots] + depth
         unwritten[past] |= (entries >= depth) | (entries < depth - history.valid.numpy()[row_slots])
-        entries = entries.clip(0, depth - 1)
+        entries = np.minimum(np.maximum(entries, 0), depth - 1)
         token_ids.numpy()[past] = history.token_ids.numpy()[row_slots, entries]
         positions.numpy()[past] = history.positions.numpy()[row_slots, entries]
         source = torch.from_numpy(row_slots * depth + entries)
@@ -334,7 +334,7 @@ def store_rows_on_host(
 ) -> None:
     rows = layout.last_rows.numpy()[:, None] - np.arange(history.depth - 1, -1, -1)
     there = rows >= query_start_loc.numpy()[:-1, None]
-    rows, at = rows.clip(0), slots.numpy()
+    rows, at = np.maximum(rows, 0), slots.numpy()
     there &= layout.seq_positions.numpy()[rows] >= 0
     history.token_ids.numpy()[at] = layout.token_ids.numpy()[rows]
     history.positions.numpy()[at] = layout.positions.numpy()[rows]
