@@ -16,6 +16,7 @@ passes are here.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +31,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from mtp.attention import can_capture_prompts, leave_sequences_whole, with_lengths_on_host
 from mtp.base import GroupProposer
+from mtp.chain import CompiledChain
 from mtp.graphs import PassGraphs, PassShape, uneven_shapes
 from mtp.groups import KVGroups
 from mtp.kernels.window import shift_rows
@@ -82,6 +84,7 @@ class DraftPasses(GroupProposer, ABC):
         descriptor: of the architecture that drafts.
         takes_wanted: the model has an argument `wanted`: the rows to compute to the end. The others end in the cache.
         history: None for a single module, which has nothing to repair.
+        chain: None where it isn't compiled.
         graphs: None as long as no pass was captured.
         max_captured_rows: of passes with a prompt; larger ones are run eagerly. 0: all are.
         draft_max_model_len: the position of the first row that is not the draft's to write; at most `max_model_len`.
@@ -95,6 +98,7 @@ class DraftPasses(GroupProposer, ABC):
     plan: DraftPlan
     takes_wanted: bool
     history: History | None
+    chain: CompiledChain | None
     graphs: PassGraphs | None
     max_captured_rows: int
     draft_max_model_len: int
@@ -116,13 +120,15 @@ class DraftPasses(GroupProposer, ABC):
         """
         self.descriptor, self.plan = descriptor, DraftPlan.of(descriptor, vllm_config)
         self.takes_wanted = False
-        self.groups = self.history = self.graphs = self.prompt_reach = None
+        self.groups = self.history = self.chain = self.graphs = self.prompt_reach = None
         self.max_captured_rows = 0
         self._max_num_reqs = max_num_reqs
         self._one_row_starts_cpu = torch.arange(max_num_reqs + 2, dtype=torch.int32)  # with one that is padding
         limit = vllm_config.speculative_config.draft_model_config.max_model_len
         self.draft_max_model_len = min(limit or self.max_model_len, self.max_model_len)
         self._one_row_starts = self._one_row_starts_cpu.to(self.device)
+        shape = max(max_num_reqs, 2), self.plan.chain_length
+        self._none_known = torch.full(shape, -1, dtype=torch.int64, device=self.device)
 
     # What an adapter has to know.
 
@@ -288,6 +294,8 @@ class DraftPasses(GroupProposer, ABC):
             step=0,
             fills_device=drafts.captured and window.cad.max_query_len > 1 + self.plan.num_speculative_tokens,
         )
+        if self.chain is not None and self._can_be_compiled(drafts, execution, window.num_rows):
+            return self._run_compiled(self.chain, window, inputs, layers, execution, drafts)
         token_ids, hidden = window.token_ids, window.hidden_states
         first_hidden = None
         for module in range(self.plan.chain_length):
@@ -311,6 +319,57 @@ class DraftPasses(GroupProposer, ABC):
             if module < drafts.num_steps:
                 self._sample(module, for_head[last_rows], window.last_positions, window, drafts)
         return first_hidden
+
+    # The chain, compiled.
+
+    def _can_be_compiled(self, drafts: Drafts, execution: Execution, num_rows: int) -> bool:
+        """Whether these drafts are what `CompiledChain` makes of a window without padding."""
+        return not self._is_limited and execution.num_input_tokens == num_rows
+
+    def _run_compiled(
+        self,
+        chain: CompiledChain,
+        window: Window,
+        inputs: PassInputs,
+        layers: Layers,
+        execution: Execution,
+        drafts: Drafts,
+    ) -> torch.Tensor | None:
+        """What `_run_chain` does, in one call."""
+        next_token_ids, known = inputs.next_token_ids.long(), inputs.prompt_token_ids
+        if known is None:
+            known = self._none_known[: len(next_token_ids)]
+        with self._forward_context(layers, execution):
+            first_hidden, *made = chain(
+                window.token_ids.long(),
+                window.positions,
+                window.hidden_states,
+                window.last_rows,
+                next_token_ids,
+                known.long(),
+            )
+        drafts.token_ids += made[: drafts.num_steps]
+        return first_hidden if drafts.num_steps > len(made) else None
+
+    def _warm_up_chain(self, chain: CompiledChain, num_rows: int, execution: Execution) -> None:
+        """Compiles it, if it wasn't yet, and runs it over rows of nobody."""
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        # Of several requests, since a compiler takes one for a number that it knows.
+        requests = torch.zeros(2, dtype=torch.int64, device=self.device)
+        hidden = torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        with self._forward_context(Layers({}, {}), execution):
+            chain(rows, rows.clone(), hidden, requests, requests.clone(), self._none_known[:2])
+
+    def _forward_context(self, layers: Layers, execution: Execution) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = set_forward_context(
+            layers.attn_metadata or None,
+            self.vllm_config,
+            num_tokens=execution.num_input_tokens,
+            num_tokens_across_dp=execution.num_tokens_across_dp,
+            cudagraph_runtime_mode=execution.mode,
+            slot_mapping=layers.slot_mapping,
+        )
+        return context
 
     @staticmethod
     def _shift(token_ids: torch.Tensor, window: Window, follows: torch.Tensor | None) -> torch.Tensor:
@@ -419,14 +478,7 @@ class DraftPasses(GroupProposer, ABC):
         if ends_early:
             inputs = inputs | {"wanted": wanted}
         self._prepare_eplb(num_rows)
-        with set_forward_context(
-            layers.attn_metadata,
-            self.vllm_config,
-            num_tokens=execution.num_input_tokens,
-            num_tokens_across_dp=execution.num_tokens_across_dp,
-            cudagraph_runtime_mode=execution.mode,
-            slot_mapping=layers.slot_mapping,
-        ):
+        with self._forward_context(layers, execution):
             output = self.model(**inputs)
         if wanted is not None and not ends_early:
             output = tuple(x[wanted] for x in output) if isinstance(output, tuple) else output[wanted]

@@ -10,7 +10,8 @@ all, and the rows that rejections take away from a step are as many as it needs:
                 history  | this step's rows         L: last valid row, here n+1 after two rejections
                 [-------------L]                    the window: as many rows as the step ran, at least M
 
-How many rows a request has is known to the host; where they lie, only to the device. A row that the history doesn't
+How many rows a request has is known to the host; where they lie, only to the device. (On a CPU all is known, and a
+window has no rejected row.) A row that the history doesn't
 have is padding: its slot is -1 and its outputs are unused. A request that is shorter than its window begins at position
 0 and has the padding at its end, so no row precedes the sequence.
 
@@ -28,7 +29,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from mtp.kernels.window import lay_out_rows, store_rows
+from mtp.kernels.window import is_on_host, lay_out_rows, store_rows
 from mtp.rows import HistoryRows, RowLayout, StepRows
 
 
@@ -148,7 +149,9 @@ def build_window(
         laid_out: the query lengths are those of the windows, as in a captured pass, and known to the device alone.
         num_unread: as of `PassInputs`, which only windows with a history leave out.
     """
-    if not laid_out:
+    if history is not None and not laid_out and is_on_host(rows.positions):
+        cad = _with_exact_lens(cad, rows.num_rejected, history.depth, num_unread)
+    elif not laid_out:
         cad = _with_window_lens(cad, 0 if history is None else history.depth, num_unread)
     num_rows, longest = cad.num_actual_tokens, cad.max_query_len
     query_start_loc = cad.query_start_loc
@@ -193,6 +196,28 @@ def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttent
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
         **changes,
+    )
+
+
+def _with_exact_lens(
+    cad: CommonAttentionMetadata, num_rejected: torch.Tensor, depth: int, num_unread: np.ndarray | None
+) -> CommonAttentionMetadata:
+    """The metadata with the fewest rows that a window can have: the valid ones, and at least `depth + 1`."""
+    num_reqs = cad.num_reqs
+    num_rejected_np, query_lens = num_rejected.numpy(), np.diff(cad.query_start_loc_cpu[: num_reqs + 1].numpy())
+    ends = cad.seq_lens[:num_reqs].numpy() - num_rejected_np
+    valid = query_lens - num_rejected_np if num_unread is None else query_lens - num_rejected_np - num_unread
+    lens = np.maximum(valid, np.minimum(ends, depth + 1))
+    bounds = np.zeros(num_reqs + 1, dtype=np.int32)
+    np.cumsum(lens, out=bounds[1:])
+    query_start_loc = torch.from_numpy(bounds)
+    return cad.replace(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc,
+        seq_lens_cpu_upper_bound=torch.from_numpy(ends),
+        num_actual_tokens=int(bounds[-1]),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(ends.max()),
     )
 
 

@@ -3,6 +3,7 @@
 import torch
 from vllm.config import VllmConfig
 
+from mtp.fusion.gemms import pack_on_cpu
 from mtp.fusion.layers import fuse_layers, leave_uncompiled
 from mtp.kernels.decoder import argmax
 from mtp.passes import DraftPasses
@@ -48,6 +49,14 @@ class ArchitecturePasses(DraftPasses):
         if self.architecture.fuse is not None:
             self.takes_wanted = self.architecture.fuse(self.model)
         self.cheap.after_load(self.model)
+        if self.device.type == "cpu":
+            pack_on_cpu(self.model)
+
+    def refresh_weights(self) -> None:
+        """To be called when weights of the target or the draft may have changed: makes copies of them again."""
+        self.cheap.refresh()
+        if self.device.type == "cpu":
+            pack_on_cpu(self.model)
 
     def logits(self, hidden: torch.Tensor, module: int) -> torch.Tensor:
         """Logits `[num_reqs, size]` by the module's head, of the tokens that can be drafted."""

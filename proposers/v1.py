@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.attention import can_be_captured
+from mtp.chain import compile_chain
 from mtp.groups import bind_kv_groups, layers_by_module, make_attn_groups
 from mtp.passes import Drafts, Execution
 from mtp.rows import PassInputs, StepRows
@@ -359,6 +360,28 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         with self.cheap.while_loading():
             super().load_model(target_model)
         self.prepare_model()
+        if self._compiles_chain():
+            self.chain = compile_chain(
+                self.vllm_config,
+                run_module=self.model.forward,
+                likeliest=self.likeliest,
+                num_modules=self.plan.chain_length,
+                hidden_states_flow=self.descriptor.hidden_states_flow,
+                takes_wanted=self.takes_wanted,
+            )
+
+    def _compiles_chain(self) -> bool:
+        """Whether the chain is of the kind that is compiled: on a CPU, in one process, of several modules for text."""
+        return (
+            self.device.type == "cpu"
+            and self.plan.num_modules > 1
+            and self.vllm_config.parallel_config.world_size_across_dp == 1
+            and not (self.cheap.fp8 or self.uses_mrope or self.supports_mm_inputs or self.use_local_argmax_reduction)
+        )
+
+    def _can_be_compiled(self, drafts: Drafts, execution: Execution, num_rows: int) -> bool:
+        assert isinstance(drafts, SampledDrafts)
+        return drafts.sampling_metadata is None and super()._can_be_compiled(drafts, execution, num_rows)
 
     @torch.inference_mode()
     def dummy_run(
@@ -384,7 +407,10 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             execution = Execution(*self._determine_batch_execution_and_padding(num_tokens, use_cudagraphs))
             if slot_mappings and self.groups is not None:
                 slot_mappings = self.groups.slot_mapping_by_layer(execution.num_input_tokens)
-            self._run_idle(modules, num_tokens, execution, slot_mappings)
+            if self.chain is not None and modules is chain:
+                self._warm_up_chain(self.chain, num_tokens, execution)
+            else:
+                self._run_idle(modules, num_tokens, execution, slot_mappings)
 
     def _capture_pass(self, num_tokens: int) -> None:
         """Captures the pass of a decode step of so many rows, while the host captures the step itself.

@@ -3,17 +3,19 @@
 In a pass of few rows a GEMM takes as long as reading its weight takes, but for a small one its launch.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.utils import default_unquantized_gemm
+from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_cpu_unquantized_gemm
 
 from mtp.fp8 import is_quantised
 from mtp.kernels import has_kernels
@@ -35,6 +37,23 @@ def is_plain(linear: Any) -> bool:
     if type(method) is not UnquantizedLinearMethod or method._gemm_impl is not default_unquantized_gemm:
         return False
     return has_kernels(linear.weight) and not getattr(linear, "gather_output", False)
+
+
+def pack_on_cpu(model: nn.Module) -> None:
+    """Has PyTorch's own linear layers of a model run as the host's do on a CPU, with a packed copy of their weights.
+
+    To be called again whenever these may have changed.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        if not hasattr(layer, "quant_method"):  # one of 8 bits has
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            layer.forward = functools.partial(_product_of_packed, layer)
+
+
+def _product_of_packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = layer.cpu_linear(x, layer.weight, layer.bias)
+    return product
 
 
 def store_side_by_side(first: Any, second: Any) -> bool:

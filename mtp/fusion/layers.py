@@ -81,9 +81,15 @@ def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:
         for parent, name, layer in found:
             own = copy.deepcopy(layer, copied)
             own._enforce_enable = True
-            own._forward_method = own.dispatch_forward(compile_native=False)
+            own._forward_method = functools.partial(
+                _unless_compiling, own.forward_native, own.dispatch_forward(compile_native=False)
+            )
             setattr(parent, name, own)
     return len(found)
+
+
+def _unless_compiling(native: Callable[..., Any], kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return native(*args, **kwargs) if torch.compiler.is_compiling() else kernel(*args, **kwargs)
 
 
 def fuse_gemma_norms(model: nn.Module) -> int:

@@ -49,7 +49,8 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 def gemma_rms_norm_by_ops(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     gain = weight.float() + 1.0
-    if x.dtype == torch.float32 and x.device.type == "cpu":
+    # A compiler makes one kernel of this and what stands around it, unless it is told which.
+    if x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling():
         out = torch.empty(x.shape, dtype=x.dtype)
         torch.ops._C.rms_norm(out, x.contiguous(), gain, eps)
         return out

@@ -2,7 +2,10 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.triton_utils import tl, triton
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
@@ -32,7 +35,8 @@ def write_slots(
         num_padded_tokens: entries to write; those past `num_tokens` are padding.
     """
     if not has_kernels(positions):
-        write_slots_by_ops(block_tables, block_sizes, outputs, req_indices, positions, max_model_len, num_padded_tokens)
+        write = write_slots_on_host if positions.device.type == "cpu" else write_slots_by_ops
+        write(block_tables, block_sizes, outputs, req_indices, positions, max_model_len, num_padded_tokens)
         return
     described = tuple(
         (table.data_ptr(), table.stride(0), table.shape[1], block_size, output.data_ptr())
@@ -74,6 +78,31 @@ def write_slots_by_ops(
         slots = table[req_indices, blocks].long() * size + offsets
         output[:num_tokens] = torch.where(in_table, slots, PADDING_SLOT_ID)
         output[num_tokens:num_padded_tokens] = PADDING_SLOT_ID
+
+
+def write_slots_on_host(
+    block_tables: Sequence[torch.Tensor],
+    block_sizes: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    req_indices: torch.Tensor,
+    positions: torch.Tensor,
+    max_model_len: int,
+    num_padded_tokens: int,
+) -> None:
+    """The same in NumPy, since small operations take torch longer."""
+    num_tokens, reqs, at = positions.shape[0], req_indices.numpy(), positions.numpy()
+    located: dict[tuple[int, int], tuple[npt.NDArray[Any], ...]] = {}
+    for table, size, output in zip(block_tables, block_sizes, outputs, strict=True):
+        width = table.shape[1]
+        if (size, width) not in located:
+            blocks = np.minimum(np.maximum(at // size, 0), width - 1)
+            outside = (at < 0) | (at >= min(max_model_len, width * size))
+            located[size, width] = blocks, at - blocks * size, outside
+        blocks, offsets, outside = located[size, width]
+        slots = output.numpy()
+        slots[:num_tokens] = table.numpy()[reqs, blocks].astype(np.int64) * size + offsets
+        slots[:num_tokens][outside] = PADDING_SLOT_ID
+        slots[num_tokens:num_padded_tokens] = PADDING_SLOT_ID
 
 
 @functools.cache

@@ -1,12 +1,14 @@
 """The rows of a drafting pass: laid out, kept and shifted. `mtp/window.py` has the reasons.
 
-Each function has its PyTorch version below it by the name of `..._by_ops`: the reference, and what runs on a CPU and
-under M-RoPE, since the kernels know one rotary position per row.
+Each function has its PyTorch version below it by the name of `..._by_ops`: the reference, and what runs under M-RoPE,
+since the kernels know one rotary position per row. Some have a version in NumPy, too, by the name of `..._on_host`, for
+a CPU: a batch has few rows, and small operations take torch longer.
 
 In a kernel one program works on the rows of one request, so offsets into the window need no search. A row's source is a
 number: its row in the step, or, below zero, `-1 - index` of its entry in the flattened history.
 """
 
+import numpy as np
 import torch
 from vllm.triton_utils import tl, triton
 
@@ -34,6 +36,8 @@ def lay_out_rows(
         num_rows, longest: of all windows together, and of the longest.
         history, slots: None for a single module, which has nothing to repair; else `slots` is `[num_reqs]` int64.
     """
+    if history is not None and slots is not None and is_on_host(rows.positions):
+        return lay_out_rows_on_host(rows, query_start_loc, seq_lens, num_rows, history, slots)
     if not _has_kernels(rows.positions):
         return lay_out_rows_by_ops(rows, query_start_loc, seq_lens, num_rows, history, slots)
     num_reqs, device = query_start_loc.shape[0] - 1, query_start_loc.device
@@ -138,6 +142,57 @@ def lay_out_rows_by_ops(
     )
 
 
+def lay_out_rows_on_host(
+    rows: StepRows,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_rows: int,
+    history: HistoryRows,
+    slots: torch.Tensor,
+) -> RowLayout:
+    step_bounds, bounds = rows.query_start_loc.numpy(), query_start_loc.numpy()
+    num_reqs, lens, lens_with_rejected = len(slots), np.diff(bounds), seq_lens.numpy().astype(np.int64)
+    first_positions = lens_with_rejected - np.diff(step_bounds)
+    last_positions = lens_with_rejected - 1 - rows.num_rejected.numpy()
+    starts = np.maximum(last_positions - lens + 1, 0)
+
+    req_indices = np.repeat(np.arange(num_reqs), lens)
+    seq_positions = np.arange(num_rows) + (starts - bounds[:-1])[req_indices]
+    offsets = seq_positions - first_positions[req_indices]
+    last_row = rows.token_ids.shape[0] - 1
+    step_rows = torch.from_numpy(np.minimum(np.maximum(offsets + step_bounds[req_indices], 0), last_row))
+    token_ids, positions = rows.token_ids[step_rows], rows.positions[step_rows]
+    hidden_states = rows.hidden_states[step_rows]
+    unwritten = seq_positions > last_positions[req_indices]
+    past = (offsets < 0).nonzero()[0]
+    if len(past):
+        row_slots, depth = slots.numpy()[req_indices[past]], history.depth
+        entries = seq_positions[past] - history.ends.numpy()[row_slots] + depth
+        unwritten[past] |= (entries >= depth) | (entries < depth - history.valid.numpy()[row_slots])
+        entries = np.minimum(np.maximum(entries, 0), depth - 1)
+        token_ids.numpy()[past] = history.token_ids.numpy()[row_slots, entries]
+        positions.numpy()[past] = history.positions.numpy()[row_slots, entries]
+        source = torch.from_numpy(row_slots * depth + entries)
+        hidden_states[torch.from_numpy(past)] = history.hidden_states.flatten(0, 1)[source]
+    seq_positions[unwritten] = -1
+    last_rows = np.maximum(bounds[:-1] + last_positions - starts, bounds[:-1])
+    return RowLayout(
+        req_indices=torch.from_numpy(req_indices),
+        seq_positions=torch.from_numpy(seq_positions),
+        token_ids=token_ids,
+        positions=positions,
+        hidden_states=hidden_states,
+        last_rows=torch.from_numpy(last_rows),
+        last_positions=torch.from_numpy(last_positions),
+        seq_lens=torch.from_numpy(starts + lens).to(seq_lens.dtype),
+    )
+
+
+def is_on_host(positions: torch.Tensor) -> bool:
+    """Whether rows are laid out in NumPy. That knows one rotary position per row, as the kernels do."""
+    return positions.device.type == "cpu" and positions.dim() == 1 and not has_kernels(positions)
+
+
 def _has_kernels(positions: torch.Tensor) -> bool:
     """They know one rotary position per row."""
     return has_kernels(positions) and positions.dim() == 1
@@ -232,6 +287,9 @@ def store_rows(history: HistoryRows, slots: torch.Tensor, query_start_loc: torch
         slots: `[num_reqs]` int64, of the history.
         query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin in the window.
     """
+    if is_on_host(layout.positions):
+        store_rows_on_host(history, slots, query_start_loc, layout)
+        return
     if not _has_kernels(layout.positions):
         store_rows_by_ops(history, slots, query_start_loc, layout)
         return
@@ -271,6 +329,21 @@ def store_rows_by_ops(
     history.ends[slots] = layout.last_positions + 1
     # Rows count from the last one back, up to the first that is missing.
     history.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
+
+
+def store_rows_on_host(
+    history: HistoryRows, slots: torch.Tensor, query_start_loc: torch.Tensor, layout: RowLayout
+) -> None:
+    assert layout.seq_positions is not None
+    rows = layout.last_rows.numpy()[:, None] - np.arange(history.depth - 1, -1, -1)
+    there = rows >= query_start_loc.numpy()[:-1, None]
+    rows, at = np.maximum(rows, 0), slots.numpy()
+    there &= layout.seq_positions.numpy()[rows] >= 0
+    history.token_ids.numpy()[at] = layout.token_ids.numpy()[rows]
+    history.positions.numpy()[at] = layout.positions.numpy()[rows]
+    history.hidden_states[slots] = layout.hidden_states[torch.from_numpy(rows)]
+    history.ends.numpy()[at] = layout.last_positions.numpy() + 1
+    history.valid.numpy()[at] = there[:, ::-1].cumprod(axis=1).sum(axis=1)
 
 
 @triton.jit

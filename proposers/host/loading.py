@@ -144,7 +144,7 @@ def _drafter_of(worker: Any) -> Any:
     return next((drafter for drafter in found if isinstance(drafter, ArchitecturePasses)), None)
 
 
-WHY_REFRESH = "a draft with a copy of its target's head has to make it again when the target's weights have changed."
+WHY_REFRESH = "a draft has to make copies of weights again when these have changed: of its target's head, packed ones."
 
 
 @patch(
@@ -158,7 +158,7 @@ def refresh_after_reload(original: Any) -> Any:
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if (drafter := _drafter_of(self)) is not None:
-            drafter.cheap.refresh()
+            drafter.refresh_weights()
 
     return reload_weights
 
@@ -174,7 +174,7 @@ def refresh_after_update(original: Any) -> Any:
     def finish_weight_update(self: Any) -> None:
         original(self)
         if (drafter := _drafter_of(self)) is not None:
-            drafter.cheap.refresh()
+            drafter.refresh_weights()
 
     return finish_weight_update
 

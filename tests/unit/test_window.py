@@ -3,13 +3,30 @@
 import random
 
 import pytest
+import torch
 
-from mtp.window import prompt_reach
-from tests.support.window_tests import WindowTests, make_history, make_story
+from mtp.window import build_window, prompt_reach
+from tests.support.window_tests import WindowTests, make_history, make_step, make_story
+
+
+class TestWindowOnTheHost(WindowTests):
+    def test_has_no_more_rows_than_the_valid_and_the_stale_ones(self) -> None:
+        story = make_story(random.Random(0), "a")
+        story.computed = story.known_from = 20
+        history = make_history(2, 2)
+        for _ in range(20):
+            rows, cad = make_step(random.Random(story.computed), [story], [0])
+            slots = torch.tensor(history.assign(["a"], {"a": story.state}))
+            num_valid = int(cad.query_start_loc[1]) - story.rejected
+            assert build_window(rows, cad, history, slots).num_rows == max(num_valid, 3)
+            story.computed += num_valid
 
 
 class TestWindowInPyTorch(WindowTests):
-    pass
+    @pytest.fixture(autouse=True)
+    def not_on_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in ("mtp.window", "mtp.kernels.window"):
+            monkeypatch.setattr(f"{module}.is_on_host", lambda positions: False)
 
 
 def test_a_request_that_waits_keeps_its_history_while_others_come_and_go() -> None:
