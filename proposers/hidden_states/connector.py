@@ -192,7 +192,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if request.status not in _COMPLETE and not self._stop_strings.may_have_ended(request):
             return False, None
         try:
-            wanted = RecordRequest.of(request.kv_transfer_params, self.settings.include_output_tokens)
+            # Keys that aren't known were refused by the front end, unless they are other connectors'.
+            params, includes_outputs = request.kv_transfer_params, self.settings.include_output_tokens
+            wanted = RecordRequest.of(params, includes_outputs, has_others=True)
             if not wanted.extract:
                 return False, None
             if not wanted.asked_for and not self._admission.is_sampled(request.request_id):
@@ -290,7 +292,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             held = self._held.pop(request_id)
             assert held is not None  # the step in which a request ends makes its output
             client, output = held
-            output.kv_transfer_params = self._results.pop(request_id)
+            # Within `MultiConnector` the others' parameters are there already.
+            output.kv_transfer_params = (output.kv_transfer_params or {}) | self._results.pop(request_id)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         return outputs
 

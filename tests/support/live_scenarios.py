@@ -15,7 +15,7 @@ from proposers.hidden_states import Record, RecordDataset
 from proposers.hidden_states.drafts import UNKNOWN_TOKEN
 from proposers.hidden_states.storage import Storage
 from tests.support.claiming_connector import LOADED_TOKEN
-from tests.support.record_scenarios import LAYERS, RING_BYTES, ask, generate, prompts, settle
+from tests.support.record_scenarios import LAYERS, RING_BYTES, ask, generate, prompts, refusal, settle
 from tests.support.scenarios import allow_async_scheduling, class_path, metrics, runner
 
 # Whole records of several requests at once, so that none is skipped where that isn't the point.
@@ -199,7 +199,16 @@ def beside_a_loader(llm: LLM, root: str) -> dict[str, Any]:
             llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)
             settle(llm)
         written[kind] = len(RecordDataset(root).entries) - before
-    return {"written": written, "worst": worst_error(llm, root), "skipped": skipped(llm), "metrics": metrics(llm)}
+    asked = generate(llm, prompts(33), ask(4, claim="this", name="asked/for"))
+    settle(llm)
+    return {
+        "written": written,
+        "worst": worst_error(llm, root),
+        "skipped": skipped(llm),
+        "metrics": metrics(llm),
+        "asked": [asked[0]["params"], Path(root, "asked/for.safetensors").exists()],
+        "refused": refusal(llm, ask(4, claim="this", window=[3])),
+    }
 
 
 def serving_first(llm: LLM, root: str) -> dict[str, Any]:
@@ -247,6 +256,14 @@ def answers(llm: LLM, root: str) -> dict[str, Any]:
         "asked for": generate(llm, prompts(50, 7), ask(include_output_tokens=True, extract=True)),
         "skipped": skipped(llm),
     }
+
+
+def shut_down(llm: LLM, root: str) -> dict[str, Any]:
+    """An engine that is shut down when its last answer has come, as a server does that is told to stop."""
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts(30, 50, 70)], ask(12), use_tqdm=False)
+    before = len(RecordDataset(root))
+    llm.llm_engine.engine_core.shutdown(timeout=0)
+    return {"before": before, "rows": sorted(len(record.token_ids) for record in RecordDataset(root))}
 
 
 def skipped(llm: LLM) -> dict[str, int]:

@@ -57,7 +57,7 @@ def bytes_of(layout: KVCacheConfig, row_bytes: int) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_more_is_allocated_than_there_is(name: str) -> None:
     config = config_of(SHAPES[name])
-    row_bytes = ExtractionPlan.of(config).row_bytes
+    row_bytes = ExtractionPlan.of(config).stored_bytes
     assert bytes_of(lay_out(config, SHAPES[name].specs)[0], row_bytes) <= AVAILABLE
     with without_the_plugin():
         assert bytes_of(lay_out(config_of(SHAPES[name]), SHAPES[name].specs)[0], row_bytes) > AVAILABLE
