@@ -2,7 +2,8 @@
 
 Rows are read out by collectives, which all ranks have to enter in the same order. What they read follows from a step's
 metadata, which all have alike; only when there is room for it is known to the first rank alone, who has the ring, and
-it says so to the others.
+says so to the others before each gather. So none is ever two gathers ahead of it, which vLLM's collectives on the CPU
+don't bear: the first rank would wait forever for one that has moved on.
 """
 
 from typing import Any
@@ -24,13 +25,14 @@ class Slices:
         self._group: Any = None if count == 1 else get_tp_group()
         self.is_first = self._group is None or self._group.rank_in_group == 0
         # The first collective of a group on CUDA makes its communicator, which takes a request's time.
+        self.as_the_first_says(True)
         self.assemble(torch.zeros(1, 1, 1, device=device))
 
-    def as_the_first_says(self, number: int) -> int:
-        """The first rank's number, on all of them; the others wait for it, however long."""
+    def as_the_first_says(self, answer: bool) -> bool:
+        """The first rank's answer, on all of them; the others wait for it, however long."""
         if self._group is None:
-            return number
-        said: int = self._group.broadcast_object(number if self.is_first else None)
+            return answer
+        said: bool = self._group.broadcast_object(answer if self.is_first else None)
         return said
 
     def assemble(self, slices: torch.Tensor) -> torch.Tensor | None:

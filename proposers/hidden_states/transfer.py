@@ -4,7 +4,7 @@ Rows that the ring has no room for stay in the store, whose blocks are kept for 
 step waits for the disk only once a good part of the KV cache waits as well.
 
 Of tensor-parallel ranks each has a slice of the rows in its store, and the first one the ring. All of them go through the
-same pieces, whose slices are gathered on the first; how many there is room for it tells the others.
+same pieces, whose slices are gathered on the first, and before each it tells the others whether there is room.
 """
 
 from collections import deque
@@ -101,7 +101,7 @@ class RowTransfer:
         self._kept_blocks += sum(reading.kept_blocks for reading in readings)
         self.advance()
         while self._waits and self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
-            self._copy_some(wait=True)
+            self._copy_next(wait=True)
         return [reading.is_done for reading in readings]
 
     def copy_drafts(self, slots: np.ndarray) -> torch.Tensor:
@@ -122,14 +122,14 @@ class RowTransfer:
 
     def advance(self) -> None:
         """Copies of what waits as much as the ring has room for."""
-        if self._pieces:
-            self._copy_some(wait=False)
+        while self._pieces and self._copy_next(wait=False):
+            pass
 
     def finish(self) -> None:
         """Copies all that waits, and waits for room."""
         try:
             while self._pieces:
-                self._copy_some(wait=True)
+                self._copy_next(wait=True)
         except BaseException:
             self._give_up()
             raise
@@ -141,23 +141,12 @@ class RowTransfer:
                 reading.job.parts.put(None)
         self._pieces.clear()
 
-    def _copy_some(self, wait: bool) -> None:
-        """Copies the pieces that the ring has room for; where it has none, waits until it has for one."""
-        regions = deque(self._take_room(wait)) if self._slices.is_first else deque[Region]()
-        for _ in range(self._slices.as_the_first_says(len(regions))):
-            self._copy_next(regions.popleft() if regions else None)
-
-    def _take_room(self, wait: bool) -> Iterator[Region]:
-        for piece in self._pieces:
-            size = len(piece.slots) * self._row_bytes, len(piece.owners)
-            region = self._ring.take(*size) if wait else self._ring.take_now(*size)
-            if region is None:
-                return
-            wait = False
-            yield region
-
-    def _copy_next(self, region: Region | None) -> None:
+    def _copy_next(self, wait: bool) -> bool:
+        """Copies the piece whose turn it is, and says whether there was room for it."""
         piece = self._pieces[0]
+        region = self._take_room(piece, wait) if self._slices.is_first else None
+        if not self._slices.as_the_first_says(region is not None):
+            return False
         try:
             arrived = self._copy(piece.slots, region)
         except BaseException:
@@ -170,6 +159,11 @@ class RowTransfer:
                 reading.job.parts.put(Part(region, memory, arrived.wait))
             if reading.copied(last - first, arrived.query):
                 self._kept_blocks -= reading.kept_blocks
+        return True
+
+    def _take_room(self, piece: "_Piece", wait: bool) -> Region | None:
+        size = len(piece.slots) * self._row_bytes, len(piece.owners)
+        return self._ring.take(*size) if wait else self._ring.take_now(*size)
 
     def _copy(self, slots: torch.Tensor, region: Region | None) -> "_Arrival":
         self.gathers += 1

@@ -24,6 +24,7 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 WAYS: dict[str, dict[str, Any]] = {
     "V1": {"engine": mtp(3) | CROWDED, "count": 40, "max_tokens": 60},
     "V1, overlapped": {"engine": mtp(6) | CROWDED | {"async_scheduling": True}, "count": 40, "max_tokens": 60},
+    "TP 2": {"engine": mtp(3) | CROWDED | {"tensor_parallel_size": 2}, "count": 20, "max_tokens": 40},
     "vLLM's own": {"engine": {"speculative_config": NGRAMS} | CROWDED, "count": 40, "max_tokens": 60},
     "V2": {"engine": mtp(3) | CROWDED, "v2": True, "count": 8, "max_tokens": 10, "aborts": 1},
 }
@@ -83,7 +84,7 @@ def test_the_ways_are_what_they_say(collected: dict[str, dict[str, Any]]) -> Non
     assert collected["vLLM's own"]["drafter"].startswith("vllm.")
     assert [found["async_scheduling"] for found in collected.values()][:2] == [False, True]
     assert ".gpu." in collected["V2"]["runner"] or ".cpu" in collected["V2"]["runner"]
-    for way in ("V1", "V1, overlapped"):
+    for way in ("V1", "V1, overlapped", "TP 2"):
         assert collected[way]["metrics"]["num_preemptions"] > 0
 
 
@@ -94,7 +95,7 @@ def test_beside_a_connector_that_loads_prompts_only_rows_that_were_computed_are_
     assert found["written"] == {"computed": 2, "loaded": 0, "hit": 0, "hit of computed": 2}
     assert found["worst"] < 1e-3
     assert found["skipped"] == {"loaded": 4}
-    assert found["metrics"]["hidden_states_records_written"] == 4
+    assert found["metrics"]["hidden_states_records_written"] == 5
     # What a request asks of the other connector is not ours to check, and what it says is in the answer.
     assert found["asked"] == [{"claimed": "this"}, True]
     assert "window is [3]" in found["refused"]
