@@ -154,6 +154,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._transfer: RowTransfer | None = None
             self._writers: Writers | None = None  # on the first rank alone
+            self._close: Callable[[], Any]
             self._reading: dict[str, Callable[[], bool]] = {}
             self._written: list[Written] = []
             self._rows: dict[str, int] = {}
@@ -310,7 +311,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         slices, ring_bytes = Slices(self._plan.num_slices, store.rows.device), self.settings.ring_bytes
         if not slices.is_first:
-            self._transfer = RowTransfer(store, Ring(ring_bytes, False, "meta"), self._waits, slices)
+            self._transfer = RowTransfer(store, Ring(ring_bytes, pinned=False, device="meta"), self._waits, slices)
             self._close = weakref.finalize(self, self._transfer.finish)
             return
         self._storage = Storage(self.settings.storage_root)

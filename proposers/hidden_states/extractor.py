@@ -70,9 +70,7 @@ class ExtractHiddenStatesProposer(GroupProposer):
         """
         if self._keeps:
             plan, first = self.plan, self._rank * self.plan.slice_size
-            capture_residual_stream(
-                target_model, plan.layer_ids, plan.num_layers, self.rows, plan.hidden_size, first
-            )
+            capture_residual_stream(target_model, plan.layer_ids, plan.num_layers, self.rows, plan.hidden_size, first)
             target_model.register_forward_hook(self._keep_rows)
             if self._drafts is not None:
                 target_model.register_forward_hook(self._keep_drafts, with_kwargs=True)

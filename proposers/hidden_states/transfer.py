@@ -3,8 +3,8 @@
 Rows that the ring has no room for stay in the store, whose blocks are kept for them, and are copied in later steps: a
 step waits for the disk only once a good part of the KV cache waits as well.
 
-Of tensor-parallel ranks each has a slice of the rows in its store, and the first one the ring. All of them go through the
-same pieces, whose slices are gathered on the first, and before each it tells the others whether there is room.
+Of tensor-parallel ranks each has a slice of the rows in its store, and the first one the ring. All of them go through
+the same pieces, whose slices are gathered on the first, and before each it tells the others whether there is room.
 """
 
 from collections import deque
