@@ -21,23 +21,33 @@ from torch import nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
-def capture_residual_stream(model: nn.Module, layer_ids: Sequence[int], num_layers: int, buffer: torch.Tensor) -> None:
-    """Has every forward of the model write its residual stream to the buffer.
+def capture_residual_stream(
+    model: nn.Module,
+    layer_ids: Sequence[int],
+    num_layers: int,
+    buffer: torch.Tensor,
+    hidden_size: int | None = None,
+    first: int = 0,
+) -> None:
+    """Has every forward of the model write its residual stream to the buffer, or a slice of it.
 
     Args:
         layer_ids: each of `0..num_layers`; id k of the sequence goes to column k.
         num_layers: decoder layers of the model, N.
-        buffer: `[max_num_tokens, len(layer_ids), hidden_size]`; the first `num_tokens` rows are written.
+        buffer: `[max_num_tokens, len(layer_ids), width]`; the first `num_tokens` rows are written.
+        hidden_size: of the stream; None: the buffer's width.
+        first: the buffer has elements `[first, first + width)` of the stream.
 
     Raises:
         ValueError: the model's layers aren't found, or don't take the stream in a way that is known.
     """
     parent, layers = _decoder_layers(model, num_layers)
-    adds = residual_is_added(parent, buffer)
+    hidden_size = buffer.shape[2] if hidden_size is None else hidden_size
+    adds = residual_is_added(parent, buffer.new_empty(hidden_size))
     for column, layer_id in enumerate(layer_ids):
         layer: Any = layers[min(layer_id, num_layers - 1)]
         # Attributes of the layer, not of a closure: the compiled graph reads its inputs by their place in the model.
-        layer.residual_buffer = buffer
+        layer.residual_buffer, layer.residual_size, layer.residual_first = buffer, hidden_size, first
         layer.residual_arguments = _stream_arguments(layer, adds)
         if layer_id < num_layers:
             layer.residual_entry = column
@@ -136,23 +146,23 @@ def _keep_exit(layer: Any, args: tuple[Any, ...], output: Any) -> None:
 def _keep(layer: Any, column: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
     if hidden.dim() == 3 and hidden.shape[0] == 1:  # the layers of transformers have a batch dimension
         hidden = hidden[0]
-    buffer = layer.residual_buffer
-    if hidden.dim() != 2 or hidden.shape[1] != buffer.shape[2]:
+    if hidden.dim() != 2 or hidden.shape[1] != layer.residual_size:
         raise ValueError(
             f"The stream in {type(layer).__name__} has the shape {list(hidden.shape)} and not [num_tokens, "
-            f"{buffer.shape[2]}], so hidden states can't be extracted. Please report the architecture."
+            f"{layer.residual_size}], so hidden states can't be extracted. Please report the architecture."
         )
-    torch.ops.vllm.keep_residual_stream(buffer, column, hidden, residual)
+    torch.ops.vllm.keep_residual_stream(layer.residual_buffer, column, layer.residual_first, hidden, residual)
 
 
 def _keep_residual_stream(
-    buffer: torch.Tensor, column: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    buffer: torch.Tensor, column: int, first: int, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
     rows = buffer[: hidden.shape[0], column]
+    kept = slice(first, first + buffer.shape[2])
     if residual is None:
-        rows.copy_(hidden)
+        rows.copy_(hidden[:, kept])
     else:
-        torch.add(hidden, residual, out=rows)
+        torch.add(hidden[:, kept], residual[:, kept], out=rows)
 
 
 # An operator of its own: Inductor turns the same lines in a graph into a copy of the whole buffer, there and back.

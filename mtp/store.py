@@ -28,8 +28,9 @@ class RowStore(NamedTuple):
     """The rows as a reader sees them.
 
     Attributes:
-        rows: `[num_blocks, block_size, num_layers, hidden_size]` in the model's dtype, indexed by the block ids of
-            the KV cache manager. Not initialised: only the rows of computed tokens mean something.
+        rows: `[num_blocks, block_size, num_layers, width]` in the model's dtype, indexed by the block ids of the KV
+            cache manager; the width is the hidden size, or a slice's. Not initialised: only the rows of computed tokens
+            mean something.
         anchor: the group whose block ids these are.
         layer_ids: what lies along the third dimension, in this order.
         drafts: `[num_blocks, block_size, 1, num_drafts]` int32, the tokens that were run after each row in the forward

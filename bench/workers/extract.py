@@ -15,6 +15,7 @@ MODES = {
     "upstream": ("upstream", None),
     "ours": ("on", None),
     "ours-v2": ("on", "1"),
+    "ours-fp8": ("on", None),
     "mtp": ("on", None),
     "mtp+records": ("on", None),
     "mtp-v2": ("on", "1"),
@@ -56,6 +57,10 @@ def is_ours(mode: str) -> bool:
     return MODES[mode][0] == "on" and has_records(mode)
 
 
+def is_fp8(mode: str) -> bool:
+    return mode.endswith("-fp8")
+
+
 def drafts(mode: str) -> bool:
     return mode.startswith("mtp")
 
@@ -67,6 +72,8 @@ def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         return {}
     ours = is_ours(mode)
     extra = {"storage_root" if ours else "shared_storage_path": spec["storage"]}
+    if is_fp8(mode):
+        extra |= {"dtype": "fp8"}
     if drafts(mode):
         drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": spec["drafts"]}}
         if not ours:

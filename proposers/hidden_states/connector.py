@@ -35,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -47,6 +46,7 @@ from proposers.hidden_states.loaded import LoadedBlocks
 from proposers.hidden_states.plan import METHOD, ExtractionPlan, asks_for_hidden_states
 from proposers.hidden_states.record import RecordInfo
 from proposers.hidden_states.request import RecordRequest, Settings, generated_name
+from proposers.hidden_states.slices import Slices
 from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats, skipped
 from proposers.hidden_states.stop_strings import StopStrings
 from proposers.hidden_states.storage import Storage
@@ -133,14 +133,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 f"vLLM's own proposer of the method {METHOD} keeps the hidden states here, and HiddenStatesConnector "
                 f"doesn't read what it keeps. Name one of the two connectors, not both."
             )
-        self.stats = HiddenStatesStats()
+        self._plan, self.stats = plan, HiddenStatesStats()
         waits = self.settings.wait_for_records
         self._waits = asks_for_hidden_states(vllm_config.speculative_config) if waits is None else waits
         if role is KVConnectorRole.SCHEDULER:
             groups = kv_cache_config.kv_cache_groups
             self._anchor = choose_anchor(groups)
             self._block_size = groups[self._anchor].kv_cache_spec.block_size
-            self._plan = plan
             self._takes: list[Take] = []
             self._number = 0
             self._warn_of_sessions = True
@@ -154,6 +153,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._results: dict[str, dict[str, Any]] = {}
         else:
             self._transfer: RowTransfer | None = None
+            self._writers: Writers | None = None  # on the first rank alone
+            self._close: Callable[[], Any]
             self._reading: dict[str, Callable[[], bool]] = {}
             self._written: list[Written] = []
             self._rows: dict[str, int] = {}
@@ -192,7 +193,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if request.status not in _COMPLETE and not self._stop_strings.may_have_ended(request):
             return False, None
         try:
-            wanted = RecordRequest.of(request.kv_transfer_params, self.settings.include_output_tokens)
+            # Keys that aren't known were refused by the front end, unless they are other connectors'.
+            params, includes_outputs = request.kv_transfer_params, self.settings.include_output_tokens
+            wanted = RecordRequest.of(params, includes_outputs, has_others=True)
             if not wanted.extract:
                 return False, None
             if not wanted.asked_for and not self._admission.is_sampled(request.request_id):
@@ -290,7 +293,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             held = self._held.pop(request_id)
             assert held is not None  # the step in which a request ends makes its output
             client, output = held
-            output.kv_transfer_params = self._results.pop(request_id)
+            # Within `MultiConnector` the others' parameters are there already.
+            output.kv_transfer_params = (output.kv_transfer_params or {}) | self._results.pop(request_id)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
@@ -301,17 +305,28 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker's side.
 
     def bind_store(self, store: RowStore) -> None:
-        """Starts the writers, on the rank that has rows; again when the store was allocated anew."""
+        """On a rank that has rows, and again when the store was allocated anew; the first one starts its writers."""
         if self._transfer is not None:
             self._transfer.bind(store)
             return
+        slices, ring_bytes = Slices(self._plan.num_slices, store.rows.device), self.settings.ring_bytes
+        if not slices.is_first:
+            self._transfer = RowTransfer(store, Ring(ring_bytes, pinned=False, device="meta"), self._waits, slices)
+            self._close = weakref.finalize(self, self._transfer.finish)
+            return
         self._storage = Storage(self.settings.storage_root)
-        self._ring = Ring(self.settings.ring_bytes, pinned=store.rows.is_cuda)
-        self._transfer = RowTransfer(store, self._ring, self._waits)
+        self._ring = Ring(ring_bytes, pinned=store.rows.is_cuda)
+        self._transfer = RowTransfer(store, self._ring, self._waits, slices)
         self._writers = Writers(self._make_sinks(), self.settings.shard_seconds)
         self._close = weakref.finalize(self, _close, self._transfer, self._writers, self._storage)
-        if (size := get_tensor_model_parallel_world_size()) > 1:
-            logger.info("Hidden states are the same on all %d tensor-parallel ranks: rank 0 writes them.", size)
+        if (ranks := self._vllm_config.parallel_config.tensor_parallel_size) > 1:
+            logger.info(
+                "Of %d tensor-parallel ranks %s, and rank 0 writes them.",
+                ranks,
+                "each keeps a slice of the hidden states"
+                if slices.count > 1
+                else f"the first keeps the hidden states, whose size {self._plan.hidden_size} can't be divided",
+            )
 
     def _make_sinks(self) -> list[Sink]:
         if self.settings.sharded:  # one thread: more would each have a shard of their own
@@ -333,20 +348,20 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._transfer.advance()
         # Answers that wait want their shards closed; otherwise shards are closed by their age and size.
-        if connector_metadata.idle and self._waits and self.settings.sharded and not self._transfer.waiting:
+        closes = connector_metadata.idle and self._waits and self.settings.sharded and not self._transfer.waiting
+        if closes and self._writers is not None:
             self._writers.flush()
 
     def _take_out(self, takes: list[Take]) -> None:
         assert self._transfer is not None
-        row_shape = (len(takes[0].info.layer_ids), self._vllm_config.model_config.get_hidden_size())
         batch = []
         for take in takes:
-            name = take.name or generated_name(self._storage.run, take.number, take.info.request_id)
-            job = Job(name, take.name is None, take.info, take.token_ids, row_shape, *self._extras_of(take))
+            job = self._job_of(take)
             batch.append((job, take.block_ids, take.kept_blocks))
-            self._writers.submit(job)
-            self._rows[take.info.request_id] = take.info.rows
-            self._submitted_bytes += job.row_bytes
+            if self._writers is not None:
+                self._writers.submit(job)
+                self._rows[take.info.request_id] = take.info.rows
+                self._submitted_bytes += job.row_bytes
         try:
             were_read = self._transfer.submit(batch)
         except BaseException:
@@ -354,6 +369,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 job.parts.put(None)
             raise
         self._reading |= zip((take.info.request_id for take in takes), were_read, strict=True)
+
+    def _job_of(self, take: Take) -> Job:
+        row_shape = (len(self._plan.layer_ids), self._plan.hidden_size)
+        if self._writers is None:  # the first rank's job has the name, and gets the rows
+            return Job("", False, take.info, take.token_ids, row_shape)
+        name = take.name or generated_name(self._storage.run, take.number, take.info.request_id)
+        return Job(name, take.name is None, take.info, take.token_ids, row_shape, *self._extras_of(take))
 
     def _extras_of(self, take: Take) -> tuple[Any, ...]:
         steps = take.steps
@@ -373,8 +395,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(meta, HiddenStatesMetadata)
         if self._transfer is None:  # every rank reports, and this one has no rows to read
             return {take.info.request_id for take in meta.takes} or None, None
+        if self._writers is not None:
+            self._note_written(self._writers, meta.idle)
+        read = {request_id for request_id, was_read in self._reading.items() if was_read()}
+        for request_id in read:
+            del self._reading[request_id]
+        return read or None, None
+
+    def _note_written(self, writers: Writers, idle: bool) -> None:
         idle_wait = IDLE_WAIT_S if self._waits else IDLE_WAIT_WHILE_SERVING_S
-        self._written = self._writers.take_results(idle_wait if meta.idle else 0.0)
+        self._written = writers.take_results(idle_wait if idle else 0.0)
         for record in self._written:
             written, rows = record.error is None, self._rows.pop(record.request_id)
             self.stats.count(
@@ -383,13 +413,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 rows_written=rows * written,
                 bytes_written=record.num_bytes,
             )
-        read = {request_id for request_id, was_read in self._reading.items() if was_read()}
-        for request_id in read:
-            del self._reading[request_id]
-        return read or None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self._transfer is None:
+        if self._transfer is None or self._writers is None:
             return None
         written, self._written = self._written, []
         drained = self._submitted_bytes - self._transfer.waiting_bytes - self._ring.used_bytes

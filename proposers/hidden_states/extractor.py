@@ -29,23 +29,25 @@ LAYER_NAME, DRAFTS_NAME = "hidden_states.cache_only", "hidden_states.drafts"
 class ExtractHiddenStatesProposer(GroupProposer):
     """Keeps hidden states, as a drafter keeps keys and values: rows at the slots of a KV cache group.
 
-    Hidden states are the same on every tensor-parallel rank, so the first one keeps them and the others have neither
-    buffer nor store.
+    Hidden states are the same on every tensor-parallel rank, so each keeps a slice of them, and the first one the
+    drafts. Where they can't be divided the first one keeps them and the others have neither buffer nor store.
 
     Attributes:
         plan: what is extracted.
-        store: the rows, once the KV cache is allocated; None before, and on a rank that keeps none.
+        store: the rows, or this rank's slice of them, once the KV cache is allocated; None before, and on a rank that
+            keeps none.
     """
 
     def __init__(self, plan: ExtractionPlan, vllm_config: VllmConfig, device: torch.device) -> None:
         self.plan = plan
         self.device = device
         self.store: RowStore | None = None
-        self._keeps = get_tensor_model_parallel_rank() == 0
+        self._rank = get_tensor_model_parallel_rank()
+        self._keeps = self._rank < plan.num_slices
         self._checked = False
         if not self._keeps:
             return
-        row_shape = (len(plan.layer_ids), plan.hidden_size)
+        row_shape = (len(plan.layer_ids), plan.slice_size)
         self._max_num_tokens = max(
             vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
@@ -55,7 +57,7 @@ class ExtractHiddenStatesProposer(GroupProposer):
         self.rows = torch.full((self._max_num_tokens, *row_shape), self._unset, dtype=plan.dtype, device=device)
         self.layer = CacheOnlyAttention(vllm_config, LAYER_NAME, *row_shape, plan.dtype)
         self._drafts = None
-        if plan.num_drafts:
+        if plan.num_drafts and self._rank == 0:
             self._drafts = CacheOnlyAttention(vllm_config, DRAFTS_NAME, 1, plan.num_drafts, torch.int32)
             num_tokens = self._max_num_tokens + plan.num_drafts
             self._tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -67,7 +69,8 @@ class ExtractHiddenStatesProposer(GroupProposer):
             ValueError: its residual stream isn't found.
         """
         if self._keeps:
-            capture_residual_stream(target_model, self.plan.layer_ids, self.plan.num_layers, self.rows)
+            plan, first = self.plan, self._rank * self.plan.slice_size
+            capture_residual_stream(target_model, plan.layer_ids, plan.num_layers, self.rows, plan.hidden_size, first)
             target_model.register_forward_hook(self._keep_rows)
             if self._drafts is not None:
                 target_model.register_forward_hook(self._keep_drafts, with_kwargs=True)
@@ -84,7 +87,7 @@ class ExtractHiddenStatesProposer(GroupProposer):
             block_tables, block_sizes: as of `mtp.groups.bind_kv_groups`.
 
         Returns:
-            what was allocated, indexed by blocks: the rows `[num_blocks, block_size, num_layers, hidden_size]`, and the
+            what was allocated, indexed by blocks: the rows `[num_blocks, block_size, num_layers, slice_size]`, and the
             drafts that follow them, where they are kept; nothing on a rank that keeps none.
 
         Raises:

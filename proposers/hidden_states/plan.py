@@ -32,6 +32,8 @@ class ExtractionPlan:
         num_layers: decoder layers of the target.
         hidden_size, dtype: of the target.
         num_drafts: drafts of a step that are kept beside the row that they follow; 0: none are kept.
+        num_slices: tensor-parallel ranks that each keep an equal slice of the hidden dimension. They all have the
+            stream whole, so where its size can't be divided the first one keeps all of it.
     """
 
     layer_ids: tuple[int, ...]
@@ -39,6 +41,7 @@ class ExtractionPlan:
     hidden_size: int
     dtype: "torch.dtype"
     num_drafts: int = 0
+    num_slices: int = 1
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig") -> "ExtractionPlan | None":
@@ -75,7 +78,9 @@ class ExtractionPlan:
         num_drafts = 0
         if settings is not None and settings.get("record_drafts") and config is not None:
             num_drafts = config.num_speculative_tokens
-        return cls(ids, num_layers, model_config.get_hidden_size(), model_config.dtype, num_drafts)
+        hidden_size, ranks = model_config.get_hidden_size(), vllm_config.parallel_config.tensor_parallel_size
+        num_slices = 1 if hidden_size % ranks else ranks
+        return cls(ids, num_layers, hidden_size, model_config.dtype, num_drafts, num_slices)
 
     @property
     def row_bytes(self) -> int:
@@ -83,9 +88,14 @@ class ExtractionPlan:
         return len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
 
     @property
+    def slice_size(self) -> int:
+        """Elements of the hidden dimension that a rank keeps."""
+        return self.hidden_size // self.num_slices
+
+    @property
     def stored_bytes(self) -> int:
-        """Bytes that a token takes in the store: its row, and the drafts that follow it, as int32."""
-        return self.row_bytes + 4 * self.num_drafts
+        """Bytes that a token takes in a rank's store: its slice, and the drafts that follow it, as int32."""
+        return self.row_bytes // self.num_slices + 4 * self.num_drafts
 
 
 def _check_layer_ids(layer_ids: Any, num_layers: int, where: str) -> tuple[int, ...]:

@@ -117,14 +117,21 @@ class RecordRequest:
     asked_for: bool
 
     @classmethod
-    def of(cls, params: Any, include_output_tokens: bool) -> "RecordRequest":
-        """Raises `ValueError` for what can't be done."""
+    def of(cls, params: Any, include_output_tokens: bool, has_others: bool = False) -> "RecordRequest":
+        """What a request asks for.
+
+        Args:
+            has_others: keys that aren't known here are other connectors', within vLLM's `MultiConnector`.
+
+        Raises:
+            ValueError: for what can't be done.
+        """
         if params is None:
             params = {}
         if not isinstance(params, dict):
             raise ValueError(f"kv_transfer_params is {params!r} and should be an object.")
         known = [field.name for field in fields(cls) if field.name != "asked_for"]
-        if unknown := sorted(map(str, set(params) - set(known))):
+        if not has_others and (unknown := sorted(map(str, set(params) - set(known)))):
             raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
         defaults = {"extract": True, "include_output_tokens": include_output_tokens}
         flags = {key: params.get(key, default) for key, default in defaults.items()}

@@ -2,6 +2,9 @@
 
 Rows that the ring has no room for stay in the store, whose blocks are kept for them, and are copied in later steps: a
 step waits for the disk only once a good part of the KV cache waits as well.
+
+Of tensor-parallel ranks each has a slice of the rows in its store, and the first one the ring. All of them go through
+the same pieces, whose slices are gathered on the first, and before each it tells the others whether there is room.
 """
 
 from collections import deque
@@ -14,6 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from mtp.slots import slots_of
 from mtp.store import RowStore
+from proposers.hidden_states.slices import Slices
 from proposers.hidden_states.writer import Job, Part, Region, Ring
 
 MAX_PIECE_BYTES = 64 << 20
@@ -30,6 +34,7 @@ class RowTransfer:
     while the next is copied, and the device holds one.
 
     Args:
+        ring: on a rank that isn't the first, one without memory.
         waits: for room in the ring, where too many blocks are kept for rows. Without, no step waits for the disk, and
             the caller sees to it that there isn't much to keep.
 
@@ -40,8 +45,8 @@ class RowTransfer:
         ValueError: the ring can't hold two rows.
     """
 
-    def __init__(self, store: RowStore, ring: Ring, waits: bool = True) -> None:
-        self._ring, self._waits = ring, waits
+    def __init__(self, store: RowStore, ring: Ring, waits: bool = True, slices: Slices | None = None) -> None:
+        self._ring, self._waits, self._slices = ring, waits, slices or Slices()
         self._pieces: deque[_Piece] = deque()
         self._kept_blocks = 0
         self.gathers = self.copies = 0
@@ -51,8 +56,8 @@ class RowTransfer:
         """Reads from this store from now on; what waits is copied out of the old one before."""
         self.finish()
         self._store = store
-        self._rows = store.rows.flatten(0, 1).flatten(1)
-        row_bytes = self._rows.shape[1] * self._rows.dtype.itemsize
+        self._rows = store.rows.flatten(0, 1)
+        row_bytes = self._rows[0].numel() * self._rows.dtype.itemsize * self._slices.count
         self._piece_rows = min(len(self._ring.buffer) // 2, MAX_PIECE_BYTES) // row_bytes
         if not self._piece_rows:
             raise ValueError(
@@ -96,7 +101,7 @@ class RowTransfer:
         self._kept_blocks += sum(reading.kept_blocks for reading in readings)
         self.advance()
         while self._waits and self._kept_blocks > KEPT_BLOCKS * len(self._store.rows):
-            self._copy_next(self._ring.take(*self._next_size()))
+            self._copy_next(wait=True)
         return [reading.is_done for reading in readings]
 
     def copy_drafts(self, slots: np.ndarray) -> torch.Tensor:
@@ -117,14 +122,14 @@ class RowTransfer:
 
     def advance(self) -> None:
         """Copies of what waits as much as the ring has room for."""
-        while self._pieces and (region := self._ring.take_now(*self._next_size())):
-            self._copy_next(region)
+        while self._pieces and self._copy_next(wait=False):
+            pass
 
     def finish(self) -> None:
         """Copies all that waits, and waits for room."""
         try:
             while self._pieces:
-                self._copy_next(self._ring.take(*self._next_size()))
+                self._copy_next(wait=True)
         except BaseException:
             self._give_up()
             raise
@@ -136,39 +141,58 @@ class RowTransfer:
                 reading.job.parts.put(None)
         self._pieces.clear()
 
-    def _next_size(self) -> tuple[int, int]:
-        """Bytes of the piece whose turn it is, and the number of its owners."""
+    def _copy_next(self, wait: bool) -> bool:
+        """Copies the piece whose turn it is, and says whether there was room for it."""
         piece = self._pieces[0]
-        return len(piece.slots) * self._row_bytes, len(piece.owners)
-
-    def _copy_next(self, region: Region) -> None:
-        piece = self._pieces[0]
+        region = self._take_room(piece, wait) if self._slices.is_first else None
+        if not self._slices.as_the_first_says(region is not None):
+            return False
         try:
-            arrived = self._copy(piece.slots, region.memory)
+            arrived = self._copy(piece.slots, region)
         except BaseException:
             self._give_up()
             raise
         self._pieces.popleft()
         for reading, first, last in piece.owners:
-            memory = region.memory[first * self._row_bytes : last * self._row_bytes]
-            reading.job.parts.put(Part(region, memory, arrived.wait))
+            if region is not None:
+                memory = region.memory[first * self._row_bytes : last * self._row_bytes]
+                reading.job.parts.put(Part(region, memory, arrived.wait))
             if reading.copied(last - first, arrived.query):
                 self._kept_blocks -= reading.kept_blocks
+        return True
 
-    def _copy(self, slots: torch.Tensor, memory: torch.Tensor) -> "_Arrival":
-        host = memory.view(self._rows.dtype).view(len(slots), -1)
+    def _take_room(self, piece: "_Piece", wait: bool) -> Region | None:
+        size = len(piece.slots) * self._row_bytes, len(piece.owners)
+        return self._ring.take(*size) if wait else self._ring.take_now(*size)
+
+    def _copy(self, slots: torch.Tensor, region: Region | None) -> "_Arrival":
         self.gathers += 1
         if self._stream is None:
-            torch.index_select(self._rows, 0, slots, out=host)
+            rows = self._slices.assemble(self._rows.index_select(0, slots))
+            if rows is not None:
+                self._host(region, rows).copy_(rows)
             return _Arrival(lambda: True, lambda: None)
-        self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
+        device = self._rows.device
+        # A collective takes its turn among the model's: two that run at once may wait for each other.
+        gathering = self._stream if self._slices.count == 1 else torch.cuda.current_stream(device)
+        gathering.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(gathering):
+            indices = async_tensor_h2d(slots, device=device)
+            rows = self._slices.assemble(self._rows.index_select(0, indices))
+        self._stream.wait_stream(gathering)
         with torch.cuda.stream(self._stream):
-            indices = async_tensor_h2d(slots, device=self._rows.device)
-            host.copy_(self._rows.index_select(0, indices), non_blocking=True)
+            if rows is not None:
+                self._host(region, rows).copy_(rows, non_blocking=True)
+                rows.record_stream(self._stream)
+                self.copies += 1
             event = torch.cuda.Event()
             event.record()
-        self.copies += 1
         return _Arrival(event.query, event.synchronize)
+
+    @staticmethod
+    def _host(region: Region | None, rows: torch.Tensor) -> torch.Tensor:
+        assert region is not None  # the rank that has the rows has the ring
+        return region.memory.view(rows.dtype).view(rows.shape)
 
 
 class _Arrival(NamedTuple):

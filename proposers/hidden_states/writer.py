@@ -61,13 +61,16 @@ class Region:
 class Ring:
     """A fixed amount of host memory, handed out in order and taken back in any.
 
+    Args:
+        device: `meta`: no memory, for a rank that has to know no more than how much the first one has.
+
     Attributes:
         buffer: `[num_bytes]` uint8.
         peak_bytes: the most that was in use at one time.
     """
 
-    def __init__(self, num_bytes: int, pinned: bool) -> None:
-        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, num_bytes: int, pinned: bool, device: str = "cpu") -> None:
+        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned, device=device)
         self.peak_bytes = 0
         self._regions: deque[Region] = deque()
         self._changed = threading.Condition()

@@ -11,6 +11,7 @@ from proposers.host import (
     rejection_sampling,
     requests,
     routing,
+    shutdown,
     start_up,
     step_outputs,
 )
@@ -30,6 +31,7 @@ ON: tuple[Patch, ...] = (
     + extraction.PATCHES
     + requests.PATCHES
     + step_outputs.PATCHES
+    + shutdown.PATCHES
 )
 """In the mode `on` only."""
 

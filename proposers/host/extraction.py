@@ -81,7 +81,7 @@ def name_graphs_by_plan(original: Any) -> Any:
         plan = ExtractionPlan.of(self)
         if plan is None:
             return digest
-        captures = hashlib.sha256(repr(plan.layer_ids).encode()).hexdigest()[:10]
+        captures = hashlib.sha256(repr((plan.layer_ids, plan.num_slices)).encode()).hexdigest()[:10]
         return f"{digest}-captured-{captures}"
 
     return compute_hash

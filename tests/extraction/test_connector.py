@@ -225,12 +225,12 @@ def test_on_the_v2_runner_every_record_is_there_and_every_row_is_right(tmp_path:
     assert done["metrics"].get("spec_decode_num_draft_tokens", 0) == 0
 
 
-def test_one_of_two_tensor_parallel_ranks_writes_and_says_so_once(tmp_path: Path) -> None:
-    engine = records_engine(tmp_path) | {"tensor_parallel_size": 2}
+def test_slices_of_two_tensor_parallel_ranks_come_together_and_rows_wait_on_both(tmp_path: Path) -> None:
+    engine = records_engine(tmp_path) | {"tensor_parallel_size": 2, "num_gpu_blocks_override": 40}
     done = run(record_scenarios.two_ranks, engine, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, root=str(tmp_path))
     assert [facts for facts in done.value["outputs"] if not right(facts)] == []
-    assert len(done.value["files"]) == 2
-    assert done.log.count("same on all 2 tensor-parallel ranks: rank 0 writes them") == 1
+    assert len(done.value["files"]) == 6
+    assert done.log.count("each keeps a slice of the hidden states, and rank 0 writes them") == 1
 
 
 def test_a_connector_without_layer_ids_stops_the_engine_with_a_remedy(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ LOADED_TOKENS = 64
 
 
 class ClaimingConnector(KVConnectorBase_V1, SupportsHMA):
-    """Claims to have loaded the first tokens of every prompt that begins with `LOADED_TOKEN`."""
+    """Claims to have loaded the first tokens of every prompt that begins with `LOADED_TOKEN`.
+
+    Answers say what a request has asked of it.
+    """
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         claims = request.prompt_token_ids[0] == LOADED_TOKEN and request.num_prompt_tokens > LOADED_TOKENS
@@ -22,8 +25,9 @@ class ClaimingConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        asked = (request.kv_transfer_params or {}).get("claim")
+        return False, None if asked is None else {"claimed": asked}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()

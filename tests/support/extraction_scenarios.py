@@ -142,7 +142,7 @@ def copies_rows(llm: LLM) -> bool:
 
 
 def ranks(llm: LLM, prompt: list[int]) -> dict[str, Any]:
-    """Of a tensor-parallel engine: the ranks that have a store, and whether rank 0's rows are the reference's."""
+    """Of a tensor-parallel engine: the width of each rank's rows, and whether all together are the reference's."""
     llm.collective_rpc(_start_reading)
     (output,) = generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
@@ -150,25 +150,20 @@ def ranks(llm: LLM, prompt: list[int]) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     layer_ids = config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
     expected = residual_stream_of(config.model_config.model)(tokens)[:, layer_ids]
-    rows = torch.tensor(read[0]["rows"])
+    slices = [torch.tensor(part["rows"]) for part in read]
+    rows = torch.cat(slices, dim=-1)
     return {
-        "stores": [part["store"] for part in read],
+        "widths": [part.shape[-1] for part in slices],
         "num_blocks": [part["num_blocks"] for part in read],
         "worst": float((rows - expected).abs().max() / expected.abs().max()),
     }
 
 
 def _start_reading(worker: Any) -> None:
-    model_runner = worker.model_runner
-    if model_runner.hidden_states_extractor.store is not None:
-        model_runner.reader = StoreReader(model_runner)
+    worker.model_runner.reader = StoreReader(worker.model_runner)
 
 
 def _stop_reading(worker: Any) -> dict[str, Any]:
     model_runner = worker.model_runner
-    rows = [read.tolist() for read in model_runner.reader.rows.values()] if hasattr(model_runner, "reader") else [[]]
-    return {
-        "store": model_runner.hidden_states_extractor.store is not None,
-        "num_blocks": model_runner.kv_cache_config.num_blocks,
-        "rows": rows[0],
-    }
+    (rows,) = model_runner.reader.rows.values()
+    return {"num_blocks": model_runner.kv_cache_config.num_blocks, "rows": rows.tolist()}

@@ -51,11 +51,12 @@ def get_kv_cache_configs(
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as its KV cache sees it: the spec of each layer in order, and the width of its stream."""
+    """A model as one of its tensor-parallel ranks sees it: the spec of each layer in order, the width of its stream."""
 
     hidden_size: int
     layers: tuple[KVCacheSpec, ...]
     layer_ids: tuple[int, ...]
+    ranks: int = 1
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
@@ -92,11 +93,11 @@ GDN = MambaSpec(
 
 SHAPES = {
     "dense, Llama-3.1-8B": Shape(4096, (full(8),) * 32, (2, 16, 29, 32)),
-    "dense, Llama-3.1-70B at TP 8": Shape(8192, (full(1),) * 80, (2, 40, 77, 80)),
+    "dense, Llama-3.1-70B at TP 8": Shape(8192, (full(1),) * 80, (2, 40, 77, 80), 8),
     "full + sliding, Step-3.5": Shape(4096, every(4, 45, full(8), sliding(8, 512)), (2, 22, 42, 45)),
-    "full + sliding, Step-3.5 at TP 8": Shape(4096, every(4, 45, full(1), sliding(1, 512)), (2, 22, 42, 45)),
+    "full + sliding, Step-3.5 at TP 8": Shape(4096, every(4, 45, full(1), sliding(1, 512)), (2, 22, 42, 45), 8),
     "full + sliding, Gemma-3-27B": Shape(5376, every(6, 62, full(16), sliding(16, 1024)), (2, 31, 59, 62)),
-    "MLA, DeepSeek-V3 at TP 8": Shape(7168, (mla(),) * 61, (2, 30, 58, 61)),
+    "MLA, DeepSeek-V3 at TP 8": Shape(7168, (mla(),) * 61, (2, 30, 58, 61), 8),
     "GDN + full, Qwen3-Next": Shape(2048, every(4, 48, full(2, 256, GDN_BLOCK), GDN), (2, 24, 45, 48)),
 }
 
@@ -117,6 +118,7 @@ def config_of(shape: Shape, **more: Any) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(text))
         engine = {"model": folder, "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 8192}
+        engine["tensor_parallel_size"] = shape.ranks
         config = EngineArgs(**engine, **extract(list(shape.layer_ids)), **more).create_engine_config()
     # Every block holds all layers, as a layout for pages of different sizes must.
     record_kv_cache_layout(config.cache_config, "BLHNC")
@@ -174,7 +176,7 @@ def room(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[Room, KVCac
 def compare(shape: Shape) -> Comparison:
     plugin.register()
     config = config_of(shape)
-    plan = ExtractionPlan.of(config)
+    stored_bytes = ExtractionPlan.of(config).stored_bytes
     ours, _ = room(config, shape.specs)
     with without_the_plugin():
         config = config_of(shape)
@@ -183,13 +185,13 @@ def compare(shape: Shape) -> Comparison:
             block_size=shape.layers[0].block_size,
             num_kv_heads=len(shape.layer_ids),
             head_size=shape.hidden_size,
-            dtype=plan.dtype,
+            dtype=BF16,
         )
         upstream, _ = room(config, shape.specs | {"cache_only_layers.0": hidden})
     # What a block of the cache alone takes, by what was allocated for all of them.
     page_bytes = layout.kv_cache_tensors[0].size // layout.num_blocks
     full_group = next(g for g in layout.kv_cache_groups if isinstance(first_spec(g), FullAttentionSpec))
-    row_bytes = full_group.kv_cache_spec.block_size * len(shape.layer_ids) * shape.hidden_size * plan.dtype.itemsize
+    row_bytes = full_group.kv_cache_spec.block_size * stored_bytes
     return Comparison(plain, ours, upstream, AVAILABLE / (page_bytes + row_bytes))
 
 

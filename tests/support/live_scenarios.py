@@ -1,7 +1,6 @@
 """Scenarios for `tests.support.forked_engine.run`: records that are collected while an engine drafts."""
 
 import random
-import threading
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from bench.corpus import held_out_prompts
 from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import Record, RecordDataset
 from proposers.hidden_states.drafts import UNKNOWN_TOKEN
-from proposers.hidden_states.storage import Storage
 from tests.support.claiming_connector import LOADED_TOKEN
-from tests.support.record_scenarios import LAYERS, RING_BYTES, ask, generate, prompts, settle
+from tests.support.record_scenarios import LAYERS, RING_BYTES, ask, generate, prompts, refusal, settle, standing_still
 from tests.support.scenarios import allow_async_scheduling, class_path, metrics, runner
 
 # Whole records of several requests at once, so that none is skipped where that isn't the point.
@@ -90,8 +88,7 @@ def live(llm: LLM, root: str, count: int, max_tokens: int, seed: int = 0, aborts
         "answers": [output.kv_transfer_params for output in finished.values() if output.kv_transfer_params],
         "reasons": sorted({record.info.finish_reason for record in found.values()}),
         "stop_strings": sum(isinstance(output.outputs[0].stop_reason, str) for output in finished.values()),
-        "drafter": class_path(getattr(runner(llm), "drafter", None) or getattr(runner(llm), "speculator", None)),
-        "runner": type(runner(llm)).__module__,
+        **_who_drafts(llm),
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         "metrics": metrics(llm),
         "skipped": skipped(llm),
@@ -100,6 +97,13 @@ def live(llm: LLM, root: str, count: int, max_tokens: int, seed: int = 0, aborts
             for name, record in found.items()
         },
     }
+
+
+def _who_drafts(llm: LLM) -> dict[str, str]:
+    if llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
+        return {}  # each rank in a process of its own
+    drafter = getattr(runner(llm), "drafter", None) or getattr(runner(llm), "speculator", None)
+    return {"drafter": class_path(drafter), "runner": type(runner(llm)).__module__}
 
 
 def watch_steps(scheduler: Any) -> dict[str, list[tuple[int, list[int], int]]]:
@@ -191,38 +195,36 @@ def beside_a_loader(llm: LLM, root: str) -> dict[str, Any]:
         "hit": [[LOADED_TOKEN, *prompt] for prompt in prompts(100, 70, seed=2)],
         "hit of computed": [[*shared, 7, 8], [*shared, 9, 10]],
     }
-    ask = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     written = {}
     for kind, batch in kinds.items():
         before = len(RecordDataset(root).entries)
         for prompt in batch:  # one after the other, so that later ones find the blocks of earlier ones
-            llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)
+            llm.generate([{"prompt_token_ids": prompt}], ask(12), use_tqdm=False)
             settle(llm)
         written[kind] = len(RecordDataset(root).entries) - before
-    return {"written": written, "worst": worst_error(llm, root), "skipped": skipped(llm), "metrics": metrics(llm)}
+    asked = generate(llm, prompts(33), ask(4, claim="this", name="asked/for"))
+    settle(llm)
+    return {
+        "written": written,
+        "worst": worst_error(llm, root),
+        "skipped": skipped(llm),
+        "metrics": metrics(llm),
+        "asked": [asked[0]["params"], Path(root, "asked/for.safetensors").exists()],
+        "refused": refusal(llm, ask(4, claim="this", window=[3])),
+    }
 
 
 def serving_first(llm: LLM, root: str) -> dict[str, Any]:
     """A disk that stands still while requests come and go; then one that writes again."""
-    create, gate = Storage.create, threading.Event()
-    watchdog = threading.Timer(60, gate.set)  # an engine that waits for the gate would wait forever
-    watchdog.daemon = True
-    watchdog.start()
-
-    def wait_and_create(self: Any) -> Any:
-        gate.wait()
-        return create(self)
-
-    Storage.create = wait_and_create  # type: ignore[method-assign]
     facts: dict[str, Any] = {}
     # Of forty rows the ring takes one record of some thirty; of more than a ring it takes one alone, in pieces.
     for name, lengths in {"short": (20, 22, 24, 26), "long": (150, 26)}.items():
-        gate.clear()
         before = skipped(llm).get("lag", 0)
-        outputs = [generate(llm, [prompt], [ask(10, include_output_tokens=True)])[0] for prompt in prompts(*lengths)]
-        stood_still = not gate.is_set()
-        files_meanwhile = len(RecordDataset(root))
-        gate.set()
+        with standing_still("create") as gate:
+            records = [ask(10, include_output_tokens=True)]
+            outputs = [generate(llm, [prompt], records)[0] for prompt in prompts(*lengths)]
+            stood_still = not gate.is_set()
+            files_meanwhile = len(RecordDataset(root))
         settle(llm)
         facts[name] = {
             "answers": [output["output"] for output in outputs],
@@ -247,6 +249,14 @@ def answers(llm: LLM, root: str) -> dict[str, Any]:
         "asked for": generate(llm, prompts(50, 7), ask(include_output_tokens=True, extract=True)),
         "skipped": skipped(llm),
     }
+
+
+def shut_down(llm: LLM, root: str) -> dict[str, Any]:
+    """An engine that is shut down when its last answer has come, as a server does that is told to stop."""
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts(30, 50, 70)], ask(12), use_tqdm=False)
+    before = len(RecordDataset(root))
+    llm.llm_engine.engine_core.shutdown(timeout=0)
+    return {"before": before, "rows": sorted(len(record.token_ids) for record in RecordDataset(root))}
 
 
 def skipped(llm: LLM) -> dict[str, int]:

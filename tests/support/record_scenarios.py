@@ -7,7 +7,7 @@ import os
 import random
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMValidationError
 
 from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import Record, RecordDataset, load
+from proposers.hidden_states.storage import Storage
 from tests.support.engine_arguments import extract
 from tests.support.scenarios import allow_async_scheduling, metrics, runner
 
@@ -306,38 +307,50 @@ def failing(llm: LLM, root: str) -> dict[str, Any]:
     return facts
 
 
+@contextmanager
+def standing_still(*methods: str) -> Iterator[threading.Event]:
+    """A disk on which these methods of `Storage` wait until the event is set.
+
+    After a minute it is set by itself, since an engine that waits for it would wait forever.
+    """
+    gate, originals = threading.Event(), {name: getattr(Storage, name) for name in methods}
+    watchdog = threading.Timer(60, gate.set)
+    watchdog.daemon = True
+    watchdog.start()
+
+    def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(self: Storage, *args: Any) -> Any:
+            gate.wait()
+            return original(self, *args)
+
+        return wait
+
+    for name, original in originals.items():
+        setattr(Storage, name, waiting(original))
+    try:
+        yield gate
+    finally:
+        watchdog.cancel()
+        gate.set()
+        for name, original in originals.items():
+            setattr(Storage, name, original)
+
+
 def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
     """A disk that stands still holds back the requests that wait for it, and nobody else.
 
     One of them is longer than the ring, so that its rows have to wait in the store.
     """
-    from proposers.hidden_states import storage
-
-    gate, create, publish = threading.Event(), storage.Storage.create, storage.Storage.publish
-    watchdog = threading.Timer(60, gate.set)  # an engine that waits for the gate would wait forever
-    watchdog.daemon = True
-    watchdog.start()
-
-    def wait_and_create(self: Any) -> Any:
-        gate.wait()
-        return create(self)
-
-    def wait_and_publish(self: Any, *args: Any) -> Any:
-        gate.wait()
-        return publish(self, *args)
-
-    storage.Storage.publish = wait_and_publish  # type: ignore[method-assign]
     engine = llm.llm_engine
     facts: dict[str, Any] = {}
-    for length in (20, 150):
-        gate.clear()
-        for name, params in ((f"stored {length}", ask(2)), (f"other {length}", ask(40, extract=False))):
-            engine.add_request(name, {"prompt_token_ids": prompts(length)[0]}, params)
-        outputs: list[Any] = []
-        while f"other {length}" not in [output.request_id for output in outputs]:
-            outputs += [output for output in engine.step() if output.finished]
-        before = [output.request_id for output in outputs], files(root), gate.is_set()
-        gate.set()
+    for length, methods in {20: ["publish"], 150: ["create", "publish"]}.items():
+        with standing_still(*methods) as gate:
+            for name, params in ((f"stored {length}", ask(2)), (f"other {length}", ask(40, extract=False))):
+                engine.add_request(name, {"prompt_token_ids": prompts(length)[0]}, params)
+            outputs: list[Any] = []
+            while f"other {length}" not in [output.request_id for output in outputs]:
+                outputs += [output for output in engine.step() if output.finished]
+            before = [output.request_id for output in outputs], files(root), gate.is_set()
         while engine.has_unfinished_requests():
             outputs += [output for output in engine.step() if output.finished]
         (stored,) = (examine(llm, output) for output in outputs if output.request_id == f"stored {length}")
@@ -349,7 +362,6 @@ def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
             "files": files(root),
             "stored": stored,
         }
-        storage.Storage.create = wait_and_create  # type: ignore[method-assign]
     return facts
 
 
@@ -363,4 +375,6 @@ def embedded(llm: LLM, root: str) -> dict[str, Any]:
 
 
 def two_ranks(llm: LLM, root: str) -> dict[str, Any]:
-    return {"outputs": generate(llm, prompts(50, 7), ask(include_output_tokens=True)), "files": files(root)}
+    """More than the ring holds, and more than may wait in the store."""
+    outputs = generate(llm, prompts(50, 7, 150, 90, 33, 120), ask(include_output_tokens=True))
+    return {"outputs": outputs, "files": files(root)}

@@ -57,10 +57,21 @@ def bytes_of(layout: KVCacheConfig, row_bytes: int) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_more_is_allocated_than_there_is(name: str) -> None:
     config = config_of(SHAPES[name])
-    row_bytes = ExtractionPlan.of(config).row_bytes
+    row_bytes = ExtractionPlan.of(config).stored_bytes
     assert bytes_of(lay_out(config, SHAPES[name].specs)[0], row_bytes) <= AVAILABLE
     with without_the_plugin():
         assert bytes_of(lay_out(config_of(SHAPES[name]), SHAPES[name].specs)[0], row_bytes) > AVAILABLE
+
+
+def test_a_rank_pays_for_its_slice_and_where_there_are_none_for_whole_rows() -> None:
+    shape = SHAPES["full + sliding, Step-3.5 at TP 8"]
+    config = config_of(shape)
+    plan = ExtractionPlan.of(config)
+    assert (plan.num_slices, plan.slice_size, 8 * plan.stored_bytes) == (8, 512, plan.row_bytes)
+    blocks = lay_out(config, shape.specs)[0].num_blocks
+    config.model_config.model_arch_config.hidden_size += 4
+    assert ExtractionPlan.of(config).num_slices == 1
+    assert lay_out(config, shape.specs)[0].num_blocks < blocks / 3
 
 
 def test_workers_with_different_memory_agree_on_the_smaller_number() -> None:

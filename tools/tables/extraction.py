@@ -7,6 +7,7 @@ from bench.spread import show_quartiles
 from tools.tables.records import record, sentences, show, span, table
 
 MODES = {"none": "no extraction", "upstream": "vLLM's", "ours": "this package", "ours-v2": "this package on V2"}
+EIGHT_BITS = "ours-fp8"
 
 
 def rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -14,6 +15,8 @@ def rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     for part in ("prefill", "decode"):
         rows.append([f"{part}, tokens/s", *(show_quartiles(entry[f"{part}_tokens_per_s"], 0) for entry in entries)])
         rows.append([f"{part}, times the time", *(show(entry[f"overhead_{part}"], 2) for entry in entries)])
+    if any("steady" in entry for entry in entries):
+        rows += steady_rows_of(entries)
     rows.append(["last answer, ms", *(show_quartiles(entry["last_answer_ms"], 0) for entry in entries)])
     for label, key in (
         ("rows checked", "rows"),
@@ -32,6 +35,17 @@ def rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def steady_rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Of a stretch without a pause."""
+    rows = []
+    for label, key, digits in (("tokens/s", "tokens", 0), ("MB/s of records", "bytes", 1)):
+        speeds = [entry.get(f"steady_{key}_per_s") for entry in entries]
+        if key == "bytes":
+            speeds = [s and {name: value / 1e6 for name, value in s.items()} for s in speeds]
+        rows.append([f"without a pause, {label}", *("-" if s is None else show_quartiles(s, digits) for s in speeds)])
+    return rows
+
+
 def on_cpu() -> str:
     eager, compiled = (record(name)["modes"] for name in CPU_RECORDS)
     entries = [modes[mode] for modes in (eager, compiled) for mode in ("none", "ours")]
@@ -44,9 +58,11 @@ CPU_RECORDS = ("extract-cpu-eager", "extract-cpu")
 
 def on_gpu() -> str:
     modes = record("extract-h200")["modes"]
-    on_disk = record("extract-h200-disk")["modes"]["ours"]
-    entries = [*(modes[mode] for mode in MODES), on_disk]
-    return table(["", *MODES.values(), "this package, on the disk"], rows_of(entries))
+    on_disk = record("extract-h200-disk")["modes"]
+    kept = {"ours": "this package, on the disk", EIGHT_BITS: "in eight bits, on the disk"}
+    kept = {mode: label for mode, label in kept.items() if mode in on_disk}
+    entries = [*(modes[mode] for mode in MODES), *(on_disk[mode] for mode in kept)]
+    return table(["", *MODES.values(), *kept.values()], rows_of(entries))
 
 
 def draft_head() -> str:
