@@ -168,8 +168,9 @@ class RowTransfer:
     def _copy(self, slots: torch.Tensor, region: Region | None) -> "_Arrival":
         self.gathers += 1
         if self._stream is None:
-            rows = self._slices.assemble(self._rows.index_select(0, slots))
-            if rows is not None:
+            if self._slices.count == 1:
+                torch.index_select(self._rows, 0, slots, out=self._host(region, self._rows[: len(slots)]))
+            elif (rows := self._slices.assemble(self._rows.index_select(0, slots))) is not None:
                 self._host(region, rows).copy_(rows)
             return _Arrival(lambda: True, lambda: None)
         device = self._rows.device
