@@ -169,9 +169,9 @@ class RowTransfer:
         self.gathers += 1
         if self._stream is None:
             if self._slices.count == 1:
-                torch.index_select(self._rows, 0, slots, out=self._host(region, self._rows[: len(slots)]))
+                torch.index_select(self._rows, 0, slots, out=self._host(region, len(slots)))
             elif (rows := self._slices.assemble(self._rows.index_select(0, slots))) is not None:
-                self._host(region, rows).copy_(rows)
+                self._host(region, len(slots)).copy_(rows)
             return _Arrival(lambda: True, lambda: None)
         device = self._rows.device
         # A collective takes its turn among the model's: two that run at once may wait for each other.
@@ -183,17 +183,17 @@ class RowTransfer:
         self._stream.wait_stream(gathering)
         with torch.cuda.stream(self._stream):
             if rows is not None:
-                self._host(region, rows).copy_(rows, non_blocking=True)
+                self._host(region, len(slots)).copy_(rows, non_blocking=True)
                 rows.record_stream(self._stream)
                 self.copies += 1
             event = torch.cuda.Event()
             event.record()
         return _Arrival(event.query, event.synchronize)
 
-    @staticmethod
-    def _host(region: Region | None, rows: torch.Tensor) -> torch.Tensor:
+    def _host(self, region: Region | None, num_rows: int) -> torch.Tensor:
+        """Where whole rows go: `[num_rows, num_layers, hidden_size]`."""
         assert region is not None  # the rank that has the rows has the ring
-        return region.memory.view(rows.dtype).view(rows.shape)
+        return region.memory.view(self._rows.dtype).view(num_rows, self._rows.shape[1], -1)
 
 
 class _Arrival(NamedTuple):
