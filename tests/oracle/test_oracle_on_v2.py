@@ -11,6 +11,7 @@ ON_V2 = [
     "K by batch, to 6",
     "sampled drafts",
     "grammars, overlapped",
+    "replayed, K=6",
     "replayed, K by batch",
     "sliding modules",
 ]
