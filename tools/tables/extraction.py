@@ -66,7 +66,12 @@ def on_gpu() -> str:
 
 
 BESIDE_MTP = {"extract-cpu-mtp": "CPU", "extract-h200-mtp": "H200"}
-BESIDE_MTP_MODES = {"mtp": "MTP", "mtp+records": "with records", "mtp-v2": "MTP on V2", "mtp+records-v2": "with records"}
+BESIDE_MTP_MODES = {
+    "mtp": "MTP",
+    "mtp+records": "with records",
+    "mtp-v2": "MTP on V2",
+    "mtp+records-v2": "with records on V2",
+}
 
 
 def beside_mtp() -> str:
