@@ -56,8 +56,8 @@ class RowTransfer:
         """Reads from this store from now on; what waits is copied out of the old one before."""
         self.finish()
         self._store = store
-        self._rows = store.rows.flatten(0, 1).flatten(1)
-        row_bytes = self._rows.shape[1] * self._rows.dtype.itemsize * self._slices.count
+        self._rows = store.rows.flatten(0, 1)
+        row_bytes = self._rows[0].numel() * self._rows.dtype.itemsize * self._slices.count
         self._piece_rows = min(len(self._ring.buffer) // 2, MAX_PIECE_BYTES) // row_bytes
         if not self._piece_rows:
             raise ValueError(
@@ -168,7 +168,7 @@ class RowTransfer:
     def _copy(self, slots: torch.Tensor, region: Region | None) -> "_Arrival":
         self.gathers += 1
         if self._stream is None:
-            rows = self._assembled(slots)
+            rows = self._slices.assemble(self._rows.index_select(0, slots))
             if rows is not None:
                 self._host(region, rows).copy_(rows)
             return _Arrival(lambda: True, lambda: None)
@@ -177,7 +177,8 @@ class RowTransfer:
         gathering = self._stream if self._slices.count == 1 else torch.cuda.current_stream(device)
         gathering.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(gathering):
-            rows = self._assembled(async_tensor_h2d(slots, device=device))
+            indices = async_tensor_h2d(slots, device=device)
+            rows = self._slices.assemble(self._rows.index_select(0, indices))
         self._stream.wait_stream(gathering)
         with torch.cuda.stream(self._stream):
             if rows is not None:
@@ -187,10 +188,6 @@ class RowTransfer:
             event = torch.cuda.Event()
             event.record()
         return _Arrival(event.query, event.synchronize)
-
-    def _assembled(self, slots: torch.Tensor) -> torch.Tensor | None:
-        rows = self._rows.index_select(0, slots)
-        return self._slices.assemble(rows.view(-1, *self._store.rows.shape[2:]))
 
     @staticmethod
     def _host(region: Region | None, rows: torch.Tensor) -> torch.Tensor:
