@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32")
     add_engine_argument(parser)
+    parser.add_argument(
+        "--connector",
+        type=json.loads,
+        default={},
+        help="further settings of HiddenStatesConnector, as a JSON object: a ring for all that ends in one step, say",
+    )
     parser.add_argument("--storage", type=Path, help="where to write; a temporary folder if not given")
     add_json_argument(parser)
 
@@ -90,6 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "dummy_weights": args.dummy_weights,
         "engine": args.engine,
+        "connector": args.connector,
         "drafts": args.drafts,
         "steady_s": args.steady,
         "platform": environment["platform"],

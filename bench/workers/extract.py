@@ -72,6 +72,8 @@ def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
         return {}
     ours = is_ours(mode)
     extra = {"storage_root" if ours else "shared_storage_path": spec["storage"]}
+    if ours:
+        extra |= spec["connector"]
     if is_fp8(mode):
         extra |= {"dtype": "fp8"}
     if drafts(mode):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.spread import show_quartiles
-from tools.tables.records import record, sentences, show, span, table
+from tools.tables.records import RESULTS, record, sentences, show, span, table
 
 MODES = {"none": "no extraction", "upstream": "vLLM's", "ours": "this package", "ours-v2": "this package on V2"}
 EIGHT_BITS = "ours-fp8"
@@ -65,6 +65,37 @@ def on_gpu() -> str:
     return table(["", *MODES.values(), *kept.values()], rows_of(entries))
 
 
+BESIDE_MTP = {"extract-cpu-mtp": "CPU", "extract-h200-mtp": "H200"}
+BESIDE_MTP_MODES = {
+    "mtp": "MTP",
+    "mtp+records": "with records",
+    "mtp-v2": "MTP on V2",
+    "mtp+records-v2": "with records on V2",
+}
+
+
+def beside_mtp() -> str:
+    """Records beside drafts and drafts alone, of those devices that were measured."""
+    known = [name for name in BESIDE_MTP if (RESULTS / f"{name}.json").exists()]
+    if not known:
+        return sentences("Not measured yet. The goal is 0.95 of the speed of MTP alone on a CPU, and 0.97 on a GPU.")
+    head, entries = [""], []
+    for name in known:
+        modes = record(name)["modes"]
+        drafting = [mode for mode in BESIDE_MTP_MODES if mode in modes]
+        head += [f"{BESIDE_MTP[name]}, {BESIDE_MTP_MODES[mode]}" for mode in drafting]
+        entries += [modes[mode] for mode in drafting]
+    rows = []
+    for part in ("prefill", "decode", "steady"):
+        speeds = [entry.get(f"{part}_tokens_per_s") for entry in entries]
+        rows.append([f"{part}, tokens/s", *("-" if s is None else show_quartiles(s, 0) for s in speeds)])
+        rows.append([f"{part}, of MTP alone", *(show(entry.get(f"of_mtp_{part}"), 2) for entry in entries)])
+    rows.append(["tokens per pass", *(show(entry["tokens_per_pass"], 2) for entry in entries)])
+    for label, key in (("rows checked", "rows"), ("rows wrong", "rows_wrong"), ("records skipped", "skipped")):
+        rows.append([label, *(show(entry.get(key), 0) for entry in entries)])
+    return table(head, rows)
+
+
 def draft_head() -> str:
     found = record("draft-head-cpu")
     return sentences(f"""
@@ -92,5 +123,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "extraction-cpu": on_cpu,
     "extraction-gpu": on_gpu,
     "extraction-cpu-says": on_cpu_says,
+    "extraction-mtp": beside_mtp,
     "draft-head": draft_head,
 }
