@@ -105,6 +105,70 @@ def mimo_v2(num_layers: int, vocab_size: int) -> dict[str, Any]:
     }
 
 
+def mimo(num_layers: int, vocab_size: int) -> dict[str, Any]:
+    """The `config.json` of a MiMo-7B with its module: all layers are dense."""
+    return {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",  # as which vLLM reads it without the model's own code
+        "dtype": "bfloat16",
+        "vocab_size": vocab_size,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "hidden_act": "silu",
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_theta": 640000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def deepseek_v3(num_layers: int, vocab_size: int) -> dict[str, Any]:
+    """The `config.json` of a DeepSeek-V3 with its module: latent attention, and experts past the third layer."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "dtype": "bfloat16",
+        "vocab_size": vocab_size,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "hidden_act": "silu",
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": NUM_EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": TOP_K,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A model's shape.
@@ -128,10 +192,12 @@ class Shape:
             with_modules: counts those of the modules in.
             chunks: windows that a sliding layer holds.
         """
-        types = config["layer_types"][: config["num_hidden_layers"]]
+        num_layers = config["num_hidden_layers"]
+        all_types = config.get("layer_types", ["full_attention"] * num_layers)
+        types = all_types[:num_layers]
         if with_modules:
-            types = [*types, *(self.module_types or config["layer_types"][config["num_hidden_layers"] :])]
-        window = chunks * config["sliding_window"]
+            types = [*types, *(self.module_types or all_types[num_layers:])]
+        window = chunks * config.get("sliding_window", 0)
         rows = {"full_attention": num_tokens, "sliding_attention": min(num_tokens, window)}
         return sum(rows[kind] * self.row_bytes[kind] for kind in types)
 
@@ -144,6 +210,8 @@ SHAPES = {
         {"full_attention": 4 * (192 + 128) * BYTES, "sliding_attention": 8 * (192 + 128) * BYTES},
         ("sliding_attention",) * NUM_MODULES,
     ),
+    "mimo": Shape(mimo, 151680, {"full_attention": 8 * (128 + 128) * BYTES}, ("full_attention",)),
+    "deepseek-v3": Shape(deepseek_v3, 129280, {"full_attention": (512 + 64) * BYTES}, ("full_attention",)),
 }
 
 

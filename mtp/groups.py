@@ -67,6 +67,13 @@ class KVGroup:
             )
         return self.block_table[:num_reqs]
 
+    def take_slots(self, slot_mapping: torch.Tensor, num_padded_tokens: int) -> None:
+        """Has the buffer hold these slots `[num_tokens]`, and padding up to `num_padded_tokens`."""
+        num_tokens = slot_mapping.shape[0]
+        self.slot_mapping[:num_tokens] = slot_mapping
+        if num_padded_tokens > num_tokens:
+            self.slot_mapping[num_tokens:num_padded_tokens] = PADDING_SLOT_ID
+
     def slots_in_forward(self) -> torch.Tensor | None:
         """The host's slots `[num_tokens]` in the forward that is being run; None in one that writes no cache.
 

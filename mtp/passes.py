@@ -36,7 +36,7 @@ from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
 from mtp.rows import PassInputs
 from mtp.slots import write_slot_mappings
-from mtp.window import History, Window, build_window, for_other_rows, prompt_reach
+from mtp.window import History, Window, build_window, for_other_rows, prompt_reach, step_as_window
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -154,6 +154,10 @@ class DraftPasses(GroupProposer, ABC):
             hidden: `[num_reqs, hidden_size]`.
         """
 
+    def _step_slots(self, cad: CommonAttentionMetadata) -> torch.Tensor | None:
+        """The host's slots `[num_tokens]` of the step's rows, where they are those of all the draft's layers."""
+        return None
+
     def _prepare_eplb(self, num_rows: int) -> None:
         """Called before each forward."""
 
@@ -241,7 +245,7 @@ class DraftPasses(GroupProposer, ABC):
         Args:
             cad: of the target's step, for any KV cache group; not changed.
         """
-        window = build_window(inputs.rows, cad, self.history, inputs.history_slots, drafts.captured, inputs.num_unread)
+        window = self._window(inputs, cad, drafts)
         if self.history is not None:
             assert inputs.history_slots is not None
             self.history.store(inputs.history_slots, window)
@@ -254,6 +258,13 @@ class DraftPasses(GroupProposer, ABC):
         hidden = self._run_chain(window, inputs, mm_embed_inputs, drafts)
         if hidden is not None:
             self._slide(window, cad, hidden, drafts)
+
+    def _window(self, inputs: PassInputs, cad: CommonAttentionMetadata, drafts: Drafts) -> Window:
+        as_it_is = self.history is None and not drafts.captured and not self._is_limited
+        slot_mapping = self._step_slots(cad) if as_it_is else None
+        if slot_mapping is not None:
+            return step_as_window(inputs.rows, cad, slot_mapping)
+        return build_window(inputs.rows, cad, self.history, inputs.history_slots, drafts.captured, inputs.num_unread)
 
     def _run_chain(
         self,
@@ -271,10 +282,9 @@ class DraftPasses(GroupProposer, ABC):
             after the chain's; else None.
         """
         execution = self._execution(window.num_rows, drafts)
+        self._write_slots(window, execution.num_input_tokens)
         layers = self._prepare_layers(
             window.cad,
-            window.req_indices,
-            window.seq_positions,
             execution,
             step=0,
             fills_device=drafts.captured and window.cad.max_query_len > 1 + self.plan.num_speculative_tokens,
@@ -332,7 +342,8 @@ class DraftPasses(GroupProposer, ABC):
             ahead = step - modules[-1]
             seq_positions = window.last_positions + ahead
             cad = self._one_row_per_request(target_cad, seq_positions, ahead)
-            layers = self._prepare_layers(cad, req_indices, seq_positions, execution, step)
+            self._make_slots(num_reqs, req_indices, seq_positions, execution.num_input_tokens)
+            layers = self._prepare_layers(cad, execution, step)
             positions = self._in_rotary_table(rope_positions + ahead)
             flowing = stand_in = hidden
             for module in modules:
@@ -422,25 +433,27 @@ class DraftPasses(GroupProposer, ABC):
             output = tuple(x[wanted] for x in output) if isinstance(output, tuple) else output[wanted]
         return output if isinstance(output, tuple) else (output, output)
 
+    def _write_slots(self, window: Window, num_input_tokens: int) -> None:
+        """Writes the slots of a window's rows in every group that the chain uses."""
+        if window.slot_mapping is not None:
+            self.bound_groups.primary.take_slots(window.slot_mapping, num_input_tokens)
+            return
+        assert window.req_indices is not None
+        assert window.seq_positions is not None
+        self._make_slots(window.cad.num_reqs, window.req_indices, window.seq_positions, num_input_tokens)
+
+    def _make_slots(
+        self, num_reqs: int, req_indices: torch.Tensor, seq_positions: torch.Tensor, num_input_tokens: int
+    ) -> None:
+        groups = self.bound_groups.groups_of(range(self.plan.chain_length))
+        limit = self.draft_max_model_len
+        write_slot_mappings(groups, num_reqs, req_indices, seq_positions, limit, num_input_tokens)
+
     def _prepare_layers(
-        self,
-        cad: CommonAttentionMetadata,
-        req_indices: torch.Tensor,
-        seq_positions: torch.Tensor,
-        execution: Execution,
-        step: int,
-        fills_device: bool = False,
+        self, cad: CommonAttentionMetadata, execution: Execution, step: int, fills_device: bool = False
     ) -> Layers:
-        """Writes the rows' slots in every group that the chain uses, and builds its metadata, once for all modules."""
+        """Builds the metadata of every group that the chain uses, once for all modules; their slots are written."""
         groups, modules = self.bound_groups, range(self.plan.chain_length)
-        write_slot_mappings(
-            groups.groups_of(modules),
-            cad.num_reqs,
-            req_indices,
-            seq_positions,
-            self.draft_max_model_len,
-            execution.num_input_tokens,
-        )
         per_layer: dict[str, object] = {}
         for group, attn in groups.attn_groups_of(modules):
             metadata = attn.build_metadata_for_drafting(

@@ -16,6 +16,7 @@ class StepRows:
         hidden_states: `[num_tokens, hidden_size]`.
         num_rejected: `[num_reqs]` integer, how many of each request's last rows are not valid.
         query_start_loc: `[num_reqs + 1]` integer, where each request's rows begin, and their number.
+        last_rows: `[num_reqs]` integer, each request's last valid row, of a host that has worked it out.
     """
 
     token_ids: torch.Tensor
@@ -23,6 +24,7 @@ class StepRows:
     hidden_states: torch.Tensor
     num_rejected: torch.Tensor
     query_start_loc: torch.Tensor
+    last_rows: torch.Tensor | None = None
 
 
 class PassInputs(NamedTuple):
@@ -70,18 +72,19 @@ class RowLayout:
     """Where the rows of a pass lie, and what they hold.
 
     Attributes:
-        req_indices: `[num_rows]` int64, each row's request.
+        req_indices: `[num_rows]` int64, each row's request. None, as `seq_positions`, where the rows are those of the
+            step, whose slots the host has.
         seq_positions: `[num_rows]` int64 sequence positions; -1 for rows that must not be written.
         token_ids: `[num_rows]` integer, each row's own token t_p.
         positions: rotary positions, `[num_rows]` or `[3, num_rows]` int64.
         hidden_states: `[num_rows, hidden_size]` of the target.
-        last_rows: `[num_reqs]` int64, where in the window each last valid row is.
+        last_rows: `[num_reqs]` integer, where in the window each last valid row is.
         last_positions: `[num_reqs]` int64, its sequence position L.
         seq_lens: `[num_reqs]` integer, up to the last row of the window.
     """
 
-    req_indices: torch.Tensor
-    seq_positions: torch.Tensor
+    req_indices: torch.Tensor | None
+    seq_positions: torch.Tensor | None
     token_ids: torch.Tensor
     positions: torch.Tensor
     hidden_states: torch.Tensor

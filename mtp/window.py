@@ -38,9 +38,12 @@ class Window(RowLayout):
 
     Attributes:
         cad: attention metadata of the pass, less what differs between KV cache groups.
+        slot_mapping: `[num_rows]` int64, the host's slots of the step's rows, where these are the window; None: slots
+            are to be made of the rows' positions.
     """
 
     cad: CommonAttentionMetadata
+    slot_mapping: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -151,6 +154,32 @@ def build_window(
     layout = lay_out_rows(rows, query_start_loc, cad.seq_lens, num_rows, longest, history, slots)
     window_cad = for_other_rows(cad, seq_lens=layout.seq_lens, max_seq_len=max(cad.max_seq_len, longest))
     return Window(**{field.name: getattr(layout, field.name) for field in fields(layout)}, cad=window_cad)
+
+
+def step_as_window(rows: StepRows, cad: CommonAttentionMetadata, slot_mapping: torch.Tensor) -> Window:
+    """The window of a draft of one module: the step itself, since there is nothing to repair.
+
+    Rejected rows are written, too, and are written again when their positions are run again: nobody attends to them
+    before that.
+
+    Args:
+        slot_mapping: `[num_tokens]` int64 or more, the host's slots of the step's rows.
+    """
+    last_rows = rows.last_rows
+    if last_rows is None:
+        last_rows = cad.query_start_loc[1:] - 1 - rows.num_rejected
+    return Window(
+        req_indices=None,
+        seq_positions=None,
+        token_ids=rows.token_ids,
+        positions=rows.positions,
+        hidden_states=rows.hidden_states,
+        last_rows=last_rows,
+        last_positions=cad.seq_lens.long() - 1 - rows.num_rejected,
+        seq_lens=cad.seq_lens,
+        cad=cad,
+        slot_mapping=slot_mapping[: rows.token_ids.shape[0]],
+    )
 
 
 def for_other_rows(cad: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:

@@ -202,7 +202,7 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             target_token_ids, target_positions, target_hidden_states: the target's rows, `[num_tokens]`,
                 `[num_tokens]` (`[3, num_tokens]` under M-RoPE) and `[num_tokens, hidden_size]`.
             next_token_ids: `[batch_size]` int32, the token after each request's last valid row.
-            token_indices_to_sample: the last valid row of each request, which follows from the rejected ones: not read.
+            token_indices_to_sample: `[batch_size]` integer, the last valid row of each request; None: to be worked out.
             common_attn_metadata: of the target's step, for the primary group; not changed.
             num_rejected_tokens_gpu: `[batch_size]`, how many of each request's last rows were rejected; None: none.
 
@@ -220,7 +220,14 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             num_rejected = self._none_rejected[: cad.num_reqs]
         if target_positions.dim() > 1 and not self.uses_mrope:
             target_positions = target_positions[0]  # the target's rotary positions have more dimensions than ours
-        rows = StepRows(target_token_ids, target_positions, target_hidden_states, num_rejected, cad.query_start_loc)
+        rows = StepRows(
+            target_token_ids,
+            target_positions,
+            target_hidden_states,
+            num_rejected,
+            cad.query_start_loc,
+            token_indices_to_sample,
+        )
         batch, self._batch = self._batch, None
         history_slots = None if self.history is None else self._assign_history(batch)
         if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
@@ -296,6 +303,10 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
 
     def _plan_execution(self, num_rows: int) -> Execution:
         return Execution(*self._determine_batch_execution_and_padding(num_rows))
+
+    def _step_slots(self, cad: CommonAttentionMetadata) -> torch.Tensor | None:
+        # The host hands over the primary group's; without padded batches these are fewer than it ran.
+        return cad.slot_mapping if len(self.bound_groups.all) == 1 else None
 
     def _prepare_eplb(self, num_rows: int) -> None:
         if self.eplb_state is not None:

@@ -34,9 +34,10 @@ def lay_out_rows(
         num_rows, longest: of all windows together, and of the longest.
         history, slots: None for a single module, which has nothing to repair; else `slots` is `[num_reqs]` int64.
     """
-    if history is None or slots is None or not _has_kernels(rows.positions):
+    if not _has_kernels(rows.positions):
         return lay_out_rows_by_ops(rows, query_start_loc, seq_lens, num_rows, history, slots)
-    num_reqs, device = slots.shape[0], slots.device
+    num_reqs, device = query_start_loc.shape[0] - 1, query_start_loc.device
+    kept = (None,) * 4 if history is None else (history.token_ids, history.positions, history.ends, history.valid)
 
     def rows_of(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, dtype=dtype, device=device)
@@ -61,10 +62,7 @@ def lay_out_rows(
         rows.token_ids,
         rows.positions,
         slots,
-        history.token_ids,
-        history.positions,
-        history.ends,
-        history.valid,
+        *kept,
         layout.req_indices,
         layout.seq_positions,
         layout.token_ids,
@@ -73,7 +71,7 @@ def lay_out_rows(
         layout.last_rows,
         layout.last_positions,
         layout.seq_lens,
-        history.depth,
+        0 if history is None else history.depth,
         block,
     )
     hidden_size = rows.hidden_states.shape[1]
@@ -81,7 +79,7 @@ def lay_out_rows(
         sources,
         rows.hidden_states,
         rows.hidden_states.stride(0),
-        history.hidden_states,
+        rows.hidden_states if history is None else history.hidden_states,
         layout.hidden_states,
         hidden_size,
         BLOCK_COLUMNS,
@@ -177,34 +175,37 @@ def _lay_out_rows(
     seq_len = tl.load(seq_lens_ptr + req).to(tl.int64)
     first = seq_len - (step_end - step_start)
     last = seq_len - 1 - tl.load(num_rejected_ptr + req).to(tl.int64)
-    start = tl.maximum(last - length + 1, 0)
-    slot = tl.load(slots_ptr + req)
-    end = tl.load(ends_ptr + slot)
-    valid = tl.load(valid_ptr + slot)
+    start = first  # a single module has no stale rows, and keeps the step's
+    if DEPTH > 0:
+        start = tl.maximum(last - length + 1, 0)
 
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < length
     seq_positions = start + rows
     offsets = seq_positions - first
-    past = offsets < 0
-    entries = seq_positions - end + DEPTH
-    there = (entries < DEPTH) & (entries >= DEPTH - valid)
-    kept = inside & past & there
     ran = inside & (offsets >= 0) & (offsets < step_end - step_start)
     step_rows = step_start + offsets
-    indices = slot * DEPTH + entries
     token_ids = tl.load(step_token_ids_ptr + step_rows, mask=ran, other=0)
-    token_ids = tl.where(kept, tl.load(history_token_ids_ptr + indices, mask=kept, other=0), token_ids)
     positions = tl.load(step_positions_ptr + step_rows, mask=ran, other=0)
-    positions = tl.where(kept, tl.load(history_positions_ptr + indices, mask=kept, other=0), positions)
-    written = (seq_positions <= last) & (ran | kept)
+    sources = tl.where(ran, step_rows, 0)
+    written = (seq_positions <= last) & ran
+    if DEPTH > 0:
+        slot = tl.load(slots_ptr + req)
+        entries = seq_positions - tl.load(ends_ptr + slot) + DEPTH
+        there = (entries < DEPTH) & (entries >= DEPTH - tl.load(valid_ptr + slot))
+        kept = inside & (offsets < 0) & there
+        indices = slot * DEPTH + entries
+        token_ids = tl.where(kept, tl.load(history_token_ids_ptr + indices, mask=kept, other=0), token_ids)
+        positions = tl.where(kept, tl.load(history_positions_ptr + indices, mask=kept, other=0), positions)
+        sources = tl.where(kept, -1 - indices, sources)
+        written = (seq_positions <= last) & (ran | kept)
 
     out = window_start + rows
     tl.store(req_indices_ptr + out, tl.zeros([BLOCK], tl.int64) + req, mask=inside)
     tl.store(seq_positions_ptr + out, tl.where(written, seq_positions, -1), mask=inside)
     tl.store(token_ids_ptr + out, token_ids, mask=inside)
     tl.store(positions_ptr + out, positions, mask=inside)
-    tl.store(sources_ptr + out, tl.where(kept, -1 - indices, tl.where(ran, step_rows, 0)), mask=inside)
+    tl.store(sources_ptr + out, sources, mask=inside)
     if tl.program_id(1) == 0:
         tl.store(last_rows_ptr + req, tl.maximum(window_start + last - start, window_start))
         tl.store(last_positions_ptr + req, last)
@@ -259,6 +260,7 @@ def store_rows_by_ops(
     history: HistoryRows, slots: torch.Tensor, query_start_loc: torch.Tensor, layout: RowLayout
 ) -> None:
     steps_back = torch.arange(history.depth - 1, -1, -1, device=slots.device)
+    assert layout.seq_positions is not None
     rows = layout.last_rows[:, None] - steps_back
     inside = rows >= query_start_loc[:-1].long()[:, None]
     rows = rows.clamp(min=0)
@@ -316,16 +318,16 @@ def _store_rows(
 
 
 def shift_rows(
-    token_ids: torch.Tensor, req_indices: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor
+    token_ids: torch.Tensor, req_indices: torch.Tensor | None, last_rows: torch.Tensor, follows: torch.Tensor
 ) -> torch.Tensor:
     """Every row's next token, and after each request's last valid row the token that follows it.
 
     Args:
-        token_ids, req_indices: `[num_rows]` integer.
+        token_ids, req_indices: `[num_rows]` integer. The kernel wants to know whose a row is, the operators don't.
         last_rows: `[num_reqs]` int64.
         follows: `[num_reqs]` integer.
     """
-    if not has_kernels(token_ids):
+    if req_indices is None or not has_kernels(token_ids):
         return shift_rows_by_ops(token_ids, last_rows, follows)
     shifted = torch.empty_like(token_ids)
     num_rows = token_ids.shape[0]

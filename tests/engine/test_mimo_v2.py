@@ -22,26 +22,6 @@ def fused(weights: Weights) -> Weights:
     return weights
 
 
-HEADS = 8
-"""KV heads of the copies in blocks: as many as give a rank of two whole blocks of 128 rows."""
-
-
-def in_blocks(layout: Callable[[Weights], Weights], folder: Path) -> str:
-    """The trained model with more KV heads, in 8 bits with block scales."""
-    config = {"num_key_value_heads": HEADS, "swa_num_key_value_heads": HEADS}
-    if layout is not fp8_blocks.as_they_stand:
-        config["quantization_config"] = fp8_blocks.CONFIG
-
-    def change(weights: Weights) -> Weights:
-        return layout(fp8_blocks.with_more_kv_heads(weights, HEADS, head_dim=32))
-
-    return copy_checkpoint(MIMO_V2, folder, change, **config)
-
-
-def for_ranks(weights: Weights) -> Weights:
-    return fp8_blocks.fused_for_ranks(weights, HEADS)
-
-
 def drafted(model: str, engine: dict[str, Any] | None = None, **more: Any) -> Run:
     return run(scenarios.few, mtp(3) | {"model": model} | (engine or {}), **more)
 
@@ -67,12 +47,12 @@ def test_a_fused_projection_drafts_the_same_on_two_ranks(tmp_path: Path) -> None
     assert accepted(found) == accepted(separate)
 
 
-@pytest.mark.parametrize("layout", [fp8_blocks.in_blocks, for_ranks], ids=["separate", "fused"])
+@pytest.mark.parametrize("layout", [fp8_blocks.in_blocks, fp8_blocks.for_ranks], ids=["separate", "fused"])
 def test_modules_with_block_scales_draft_as_what_they_stand_for(
     layout: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
-    wide = drafted(in_blocks(fp8_blocks.as_they_stand, tmp_path / "wide"), {"dtype": "bfloat16"})
-    engine = {"model": in_blocks(layout, tmp_path / "blocks"), "dtype": "bfloat16"}
+    wide = drafted(fp8_blocks.checkpoint(fp8_blocks.as_they_stand, tmp_path / "wide"), {"dtype": "bfloat16"})
+    engine = {"model": fp8_blocks.checkpoint(layout, tmp_path / "blocks"), "dtype": "bfloat16"}
     found = run(scenarios.few_in_fp8_blocks, mtp(3) | engine)
     # Not the same to the bit: products are another kernel's, and what is fused for other ranks is quantised once more.
     assert all(count > 0 for count in accepted(found))

@@ -5,14 +5,19 @@ weight what it stands for; loading, and who takes which rows of it, is vLLM's ow
 """
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tests.support.checkpoints import Weights
+from tests.support.checkpoints import Weights, copy_checkpoint
+from tests.support.children import MIMO_V2
 
 BLOCK = (128, 128)
+HEADS = 8
+"""KV heads of the copies in blocks: as many as give a rank of two whole blocks of 128 rows."""
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 
 
@@ -76,6 +81,18 @@ def with_more_kv_heads(weights: Weights, count: int, head_dim: int) -> Weights:
             heads = weight.unflatten(0, (-1, head_dim))
             weights[name] = heads.repeat_interleave(count // len(heads), 0).flatten(0, 1)
     return weights
+
+
+def for_ranks(weights: Weights) -> Weights:
+    return fused_for_ranks(weights, HEADS)
+
+
+def checkpoint(layout: Callable[[Weights], Weights], folder: Path) -> str:
+    """The trained MiMo-V2 with more KV heads, in 8 bits with block scales."""
+    config: dict[str, Any] = {"num_key_value_heads": HEADS, "swa_num_key_value_heads": HEADS}
+    if layout is not as_they_stand:
+        config["quantization_config"] = CONFIG
+    return copy_checkpoint(MIMO_V2, folder, lambda weights: layout(with_more_kv_heads(weights, HEADS, 32)), **config)
 
 
 def register_kernel() -> None:

@@ -6,7 +6,7 @@ Tensors are made on PyTorch's default device, so that the same tests judge the P
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from mtp.rows import StepRows
-from mtp.window import History, Window, build_window
+from mtp.window import History, Window, build_window, step_as_window
 
 HIDDEN = 3
 
@@ -86,6 +86,8 @@ def check_window(window: Window, stories: list[Story], lens: list[int], depth: i
     for request, (story, length) in enumerate(zip(stories, lens, strict=True)):
         last = story.computed + length - 1 - story.rejected
         rows = range(starts[request], starts[request + 1])
+        assert window.seq_positions is not None
+        assert window.req_indices is not None
         written = {int(window.seq_positions[row]): row for row in rows if window.seq_positions[row] >= 0}
         # Rows before these were final after the last pass, whatever was rejected. More may come where a step has room
         # for them, or where a prefix hit ends at rows that the history still has.
@@ -167,3 +169,37 @@ class WindowTests:
         assert window.cad.query_start_loc.tolist() == cad.query_start_loc.tolist()
         assert window.last_rows.tolist() == (cad.query_start_loc[1:] - 1 - rows.num_rejected).tolist()
         check_window(window, stories, cad.query_start_loc.diff().tolist(), 0)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_windows_of_one_module_may_have_more_rows_than_the_step(self, seed: int) -> None:
+        rng = random.Random(seed)
+        stories = [make_story(rng, name) for name in "abc"]
+        for story in stories:
+            story.computed = story.known_from = rng.randrange(1, 100)
+        rows, cad = make_step(rng, stories, [0, 0, 0])
+        lens = cad.query_start_loc.diff().tolist()
+        starts = torch.arange(4, dtype=torch.int32) * 5
+        padded = cad.replace(query_start_loc=starts, num_actual_tokens=15, max_query_len=5)
+        window = build_window(rows, padded, None, None, laid_out=True)
+        for request, (story, length) in enumerate(zip(stories, lens, strict=True)):
+            valid = length - story.rejected
+            positions = list(range(story.computed, story.computed + valid))
+            of_request = slice(5 * request, 5 * request + 5)
+            assert window.seq_positions is not None
+            assert window.seq_positions[of_request].tolist() == positions + [-1] * (5 - valid)
+            assert window.token_ids[of_request][:valid].tolist() == [story.tokens[p] for p in positions]
+            assert window.hidden_states[of_request][:valid].tolist() == [story.hidden(p) for p in positions]
+            assert int(window.last_rows[request]) == 5 * request + valid - 1
+
+    @pytest.mark.parametrize("known", [False, True])
+    def test_a_step_that_is_taken_as_it_is_makes_the_same_window(self, known: bool) -> None:
+        rng = random.Random(3)
+        stories = [make_story(rng, "a"), make_story(rng, "b")]
+        rows, cad = make_step(rng, stories, [9, 0])
+        built = build_window(rows, cad, None, None)
+        slot_mapping = torch.arange(rows.token_ids.shape[0] + 3)
+        taken = step_as_window(replace(rows, last_rows=built.last_rows if known else None), cad, slot_mapping)
+        for name in ("token_ids", "positions", "hidden_states", "last_rows", "last_positions", "seq_lens"):
+            assert getattr(taken, name).tolist() == getattr(built, name).tolist(), name
+        assert taken.slot_mapping is not None
+        assert taken.slot_mapping.tolist() == slot_mapping[: taken.num_rows].tolist()

@@ -1,13 +1,16 @@
 """From an architecture to its proposer, and what importing the plugin costs."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PretrainedConfig
 from vllm.config import ParallelConfig, SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
 
+from bench.large_shapes import SHAPES
 from mtp.plan import DraftDescriptor
 from proposers import architecture, models, plugin
 from proposers.architecture import (
@@ -22,6 +25,7 @@ from proposers.plugin import Mode
 from proposers.v1 import MultiGroupProposer
 from proposers.v2 import MultiGroupSpeculator
 from tests.support.children import ChildFailedError, run_python
+from tests.support.engine_arguments import mtp
 
 
 @pytest.mark.parametrize("word", ["on", "upstream", "off"])
@@ -46,6 +50,17 @@ def test_an_unknown_word_stops_the_process_that_loads_the_plugin() -> None:
     # vLLM swallows a plugin that fails to import, and must not swallow this.
     with pytest.raises(ChildFailedError, match="MTP_PROPOSERS='maybe' is not a mode"):
         run_python("from vllm.plugins import load_general_plugins as load; load()", MTP_PROPOSERS="maybe")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_are_measured_are_of_models_that_are_drafted_for(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    config = shape.make_config(8, shape.vocab_size)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = EngineArgs(str(tmp_path), skip_tokenizer_init=True, speculative_config=mtp(1)["speculative_config"])
+    assert architecture_of(engine.create_engine_config().speculative_config) is not None
+    # A module has rows of its own.
+    assert shape.kv_bytes(config, 1024) > shape.kv_bytes(config, 1024, with_modules=False)
 
 
 @pytest.mark.parametrize("name", known_architectures())
