@@ -198,7 +198,7 @@ class DraftPasses(GroupProposer, ABC):
         super().bind_groups(groups)
         self.prompt_reach = self._find_prompt_reach(groups)
         if self.prompt_reach is not None:
-            logger.info_once("Modules run over the last %d rows of a prompt: drafts depend on no others.", self.prompt_reach)
+            logger.info_once("Modules run over no more than the last %d rows of a prompt.", self.prompt_reach)
 
     def _find_prompt_reach(self, groups: KVGroups) -> int | None:
         """All rows count where others than this engine's passes may read them, and where ranks meet in each pass."""
