@@ -203,6 +203,8 @@ class DraftPasses(GroupProposer, ABC):
     def bind_groups(self, groups: KVGroups) -> None:
         super().bind_groups(groups)
         self.prompt_reach = self._find_prompt_reach(groups)
+        if self.prompt_reach is not None:
+            logger.info_once("Modules run over no more than the last %d rows of a prompt.", self.prompt_reach)
 
     def _find_prompt_reach(self, groups: KVGroups) -> int | None:
         """All rows count where others than this engine's passes may read them, and where ranks meet in each pass."""

@@ -75,7 +75,7 @@ def test_every_record_is_quoted() -> None:
     quoted: set[str] = set()
     read = records.record.__wrapped__
     with pytest.MonkeyPatch.context() as patched:
-        for module in (gpu, cpu, serving, prefix, page.extraction, page.oracle):
+        for module in (gpu, cpu, serving, prefix, page.cheap, page.extraction, page.oracle):
             patched.setattr(module, "record", lambda name: quoted.add(name) or read(name))
         for make in page.TABLES.values():
             make()

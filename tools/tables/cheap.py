@@ -12,7 +12,7 @@ ON_TWO = Run("2", "gpu-real-vocabulary-tp2", "256")
 GOALS = {RUN: {"1": 0.65, "8": 0.65, "32": 0.68, "64": 0.68}, ON_TWO: dict.fromkeys(("1", "8", "32", "64"), 0.75)}
 
 MODELS = {"step3p5": "Step-3.5", "mimo-v2": "MiMo-V2"}
-SIZES = (832, 640, 256)
+LISTS = (("step3p5", 832), ("step3p5", 640), ("step3p5", 256), ("mimo-v2", 832), ("mimo-v2", 640))
 ACCEPTANCE_GOAL = 0.98
 
 
@@ -45,11 +45,10 @@ def cheap_says() -> str:
 
 def acceptance() -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:
     """Of each model and list, the model's name, the record's settings and the acceptance length of each mode."""
-    for model, name in MODELS.items():
-        for size in SIZES:
-            found = record(f"cheap-acceptance-{model}-{size}")
-            lengths = {mode: entry["acceptance_length"] for mode, entry in found["modes"].items()}
-            yield name, found["settings"], lengths
+    for model, size in LISTS:
+        found = record(f"cheap-acceptance-{model}-{size}")
+        lengths = {mode: entry["acceptance_length"] for mode, entry in found["modes"].items()}
+        yield MODELS[model], found["settings"], lengths
 
 
 def cheap_acceptance() -> str:
