@@ -10,10 +10,10 @@ all, and the rows that rejections take away from a step are as many as it needs:
                 history  | this step's rows         L: last valid row, here n+1 after two rejections
                 [-------------L]                    the window: as many rows as the step ran, at least M
 
-How many rows a request has is known to the host; where they lie, only to the device. (On a CPU all is known, and a
-window has no rejected row.) A row that the history doesn't
+How many rows a request has is known to the host; where they lie, only to the device. A row that the history doesn't
 have is padding: its slot is -1 and its outputs are unused. A request that is shorter than its window begins at position
-0 and has the padding at its end, so no row precedes the sequence.
+0 and has the padding at its end, so no row precedes the sequence. On a CPU nothing has to be left unread for the
+device's sake: there a window is of max(M, valid rows), and no row comes after L.
 
 Where every module slides and nobody else reads the cache, drafts depend on the last rows of a prompt alone
 (`prompt_reach`). The window of a chunk then begins where they do, and of a chunk before them it is the M rows that the

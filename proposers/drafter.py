@@ -49,13 +49,16 @@ class ArchitecturePasses(DraftPasses):
         if self.architecture.fuse is not None:
             self.takes_wanted = self.architecture.fuse(self.model)
         self.cheap.after_load(self.model)
-        if self.device.type == "cpu":
-            pack_on_cpu(self.model)
+        self._pack()
 
     def refresh_weights(self) -> None:
         """To be called when weights of the target or the draft may have changed: makes copies of them again."""
         self.cheap.refresh()
-        if self.device.type == "cpu":
+        self._pack()
+
+    def _pack(self) -> None:
+        """A single module may be compiled by the host, and stays as it is."""
+        if self.device.type == "cpu" and self.plan.num_modules > 1:
             pack_on_cpu(self.model)
 
     def logits(self, hidden: torch.Tensor, module: int) -> torch.Tensor:

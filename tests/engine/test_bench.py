@@ -124,7 +124,8 @@ def test_a_cost_says_what_was_run_beside_how_long_it_took(costs: tuple[dict[str,
         assert point["forwards"] == 2 + 2 * 2
         assert 0 < point["ms"]["q1"] <= point["ms"]["median"] <= point["ms"]["q3"]
         assert point["passes"] > 1
-    assert points["decode", 2]["rows"] == 2 * points["decode", 1]["rows"] >= 2 * 5
+    # Dummy weights have nothing accepted, so that a window has one valid row and a stale one.
+    assert points["decode", 2]["rows"] == 2 * points["decode", 1]["rows"] == 2 * 2
     assert points["prompt", 1]["rows"] == 40
     assert b"<svg" in plot.read_bytes()[:2000]
 

@@ -16,5 +16,5 @@ def test_the_compiled_chain_drafts_as_the_eager_one_at_every_size_and_with_new_w
     weights.assert_served_on(value["updated"], "draft")
 
 
-def test_an_eager_engine_and_drafts_of_8_bits_compile_nothing() -> None:
+def test_an_eager_engine_compiles_nothing() -> None:
     assert run(compiled_scenarios.has_a_chain, mtp(3)).value is False

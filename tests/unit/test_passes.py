@@ -75,3 +75,15 @@ def test_rows_that_somebody_may_read_are_all_run(reader: str) -> None:
     rig = make_rig(MultiGroupProposer, config, [sliding(32), sliding(32), last])
     rig.propose(Batch(seq_lens=[100], query_lens=[100], prompt_lens=[400]))
     assert [forward.starts for forward in rig.forwards] == [[0, 100]] * 3
+
+
+def test_the_chain_of_one_module_or_of_weights_of_8_bits_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    rigs = {}
+    for num_modules in (1, 3):
+        config = make_config(num_modules)
+        config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = num_modules
+        rigs[num_modules] = make_rig(MultiGroupProposer, config, [full(32), sliding(32), sliding(32)][:num_modules])
+    assert not rigs[1].proposer._compiles_chain()
+    assert rigs[3].proposer._compiles_chain()
+    monkeypatch.setattr(rigs[3].proposer.cheap, "fp8", True)
+    assert not rigs[3].proposer._compiles_chain()
