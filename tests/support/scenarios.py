@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 from typing import Any
 from unittest.mock import Mock
 
@@ -406,9 +407,13 @@ def offloaded(llm: LLM) -> dict[str, Any]:
         accepted = [b - a for a, b in zip(before[ACCEPTED], after[ACCEPTED], strict=True)]
         return {"tokens": tokens, "accepted": accepted, **counts}
 
-    first = play()
-    greedy(llm, [other[:20]], 8)  # steps in which what is on its way arrives
-    return {"first": first, "reset": llm.reset_prefix_cache(), "again": play(), **state(llm)}
+    first, reset = play(), False
+    for _ in range(50):  # blocks on their way are in use, and steps notice when they have arrived
+        greedy(llm, [other[:20]], 8)
+        if reset := llm.reset_prefix_cache():
+            break
+        time.sleep(0.1)
+    return {"first": first, "reset": reset, "again": play(), **state(llm)}
 
 
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"

@@ -95,7 +95,8 @@ def test_what_the_sentences_conclude_is_so() -> None:
         for batch in map(str, cpu.cpu(prompt)["settings"]["batches"]):
             none, theirs, ours = cpu.cpu_speeds(prompt, batch)
             assert ours > theirs
-            assert (ours > none) == (batch == "1")
+            assert ours > none or batch == "16"
+    assert min(ours / none for none, _, ours in (cpu.cpu_speeds(prompt, "16") for prompt in cpu.CPU_PROMPTS)) < 1
     assert min(gpu.SHORT.ratios(gpu.TOKENS, "ours-v2", "none")) > 1
     assert min(gpu.SHORT.ratios(gpu.TOKENS, "ours-v2", "upstream-v2")) > 1
     assert max(gpu.SHORT.ratios("ttft_ms", "ours", "upstream-v1")) > 1

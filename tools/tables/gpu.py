@@ -54,6 +54,11 @@ class Run:
         return [str(batch) for batch in record(self.name)["settings"]["batches"]]
 
 
+SINGLE = (  # of one module, and the modes to compare
+    (Run("MiMo", "gpu-h200-mimo", "256"), "upstream-v1", "ours"),
+    (Run("MiMo", "gpu-h200-mimo", "256"), "upstream-v2", "ours-v2"),
+    (Run("DeepSeek-V3", "gpu-h200-deepseek-v3", "256"), "upstream-v2", "ours-v2"),
+)
 MIMO_V2 = Run("MiMo-V2's shape, prompts of 256", "gpu-h200-mimo-v2", "256")
 SHORT = Run("8 layers, prompts of 256, A, mostly quiet", "gpu-h200-8-layers-by-turns", "256")
 BUSY = Run("8 layers, prompts of 256, B, mostly busy", "gpu-h200-8-layers-by-turns-busy", "256")
@@ -244,19 +249,34 @@ def slots() -> str:
 
 
 def mimo_v2() -> str:
+    return table(["batch", *STEP_HEAD], steps_beside(MIMO_V2, "upstream-v2", "ours-v2"))
+
+
+def single_modules() -> str:
     rows = []
-    for batch in MIMO_V2.batches:
-        found = []
+    for run, theirs, ours in SINGLE:
+        runner = "V2" if ours.endswith("v2") else "V1"
+        rows += [[run.label, runner, *row] for row in steps_beside(run, theirs, ours)]
+    return table(["shape", "runner", "batch", *STEP_HEAD], rows)
+
+
+STEP_HEAD = ("step, ms, vLLM's", "this package", "ratio", "GPU busy, ms, vLLM's", "this package", "ratio")
+
+
+def steps_beside(run: Run, theirs: str, ours: str) -> list[list[str]]:
+    rows = []
+    for batch in run.batches:
+        row = [batch]
         for figure in ("step_ms", "gpu_busy_ms"):
-            found += [show(MIMO_V2.get(mode, figure, batch), 2) for mode in ("upstream-v2", "ours-v2")]
-            found.append(show_ratio(MIMO_V2.ratio(figure, "ours-v2", "upstream-v2", batch), more_is_better=False))
-        rows.append([batch, *found])
-    head = ["step, ms, vLLM's", "this package", "ratio", "GPU busy, ms, vLLM's", "this package", "ratio"]
-    return table(["batch", *head], rows)
+            row += [show(run.get(mode, figure, batch), 2) for mode in (theirs, ours)]
+            row.append(show_ratio(run.ratio(figure, ours, theirs, batch), more_is_better=False))
+        rows.append(row)
+    return rows
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "mimo-v2-on-gpu": mimo_v2,
+    "single-modules-on-gpu": single_modules,
     "gpu-tokens-v2": gpu_tokens_v2,
     "gpu-tokens-v1": gpu_tokens_v1,
     "gpu-steps-v2": gpu_steps_v2,

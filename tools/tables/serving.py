@@ -126,20 +126,21 @@ def arrivals() -> str:
 
 
 def arrivals_say() -> str:
-    ours, theirs = (record(ARRIVALS)["modes"][mode]["prompts"]["256"] for mode in ("ours-v2", "upstream-v2"))
-    batches = [str(batch) for batch in record(ARRIVALS)["settings"]["batches"]]
-    propose = [ours["propose_host_ms"][batch]["with_prompt"]["median"] for batch in batches]
+    ours, theirs = (record(PARTS)["modes"][mode]["prompts"]["256"] for mode in ("ours-v2", "upstream-v2"))
+    batches = [str(batch) for batch in record(PARTS)["settings"]["batches"]]
+    propose = [ours["propose_host_ms"][batch]["with_prompt"] for batch in batches]
     before = [theirs["propose_host_ms"][batch]["with_prompt"]["median"] for batch in batches]
     idle = [
         1 - ours["gpu_busy_ms"][batch]["with_prompt"] / ours["step_ms"][batch]["with_prompt"]["median"]
         for batch in batches
     ]
-    reached = "reached" if max(propose) <= PROPOSE_GOAL else "missed"
+    medians, slow = [found["median"] for found in propose], [found["q3"] for found in propose]
+    reached = "reached" if max(medians) <= PROPOSE_GOAL else "missed"
     return sentences(f"""
-        In a step with a prompt this package's draft pass takes the host {span(propose)} ms, and vLLM's
-        {span(before)} ms: it is one captured graph, too. The goal, {PROPOSE_GOAL} ms, is {reached}. The GPU still idles
-        for {span(idle)} of such a step: the target runs eagerly where it computes a prompt, which is the host's time,
-        with and without speculation.
+        In a step with a prompt this package's draft pass takes the host {span(medians)} ms (a quarter of them more than
+        {span(slow)}), and vLLM's {span(before)} ms: it is one captured graph, too. The goal, {PROPOSE_GOAL} ms, is
+        {reached}. The GPU still idles for {span(idle)} of such a step: the target runs eagerly where it computes a
+        prompt, which is the host's time, with and without speculation.
     """)
 
 
