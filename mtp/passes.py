@@ -301,12 +301,14 @@ class DraftPasses(GroupProposer, ABC):
         token_ids, hidden = window.token_ids, window.hidden_states
         first_hidden = None
         for module in range(self.plan.chain_length):
-            # Each module reads one token further than the one before it.
+            # Each module reads one token further than the one before it. Where no draft was made for the last row to
+            # consume, any token does: the row isn't final, and the next pass writes it again.
             made = [inputs.next_token_ids, *drafts.token_ids]
-            follows = made[module] if module < len(made) else None
+            follows = made[module] if module < len(made) else inputs.next_token_ids
             if inputs.prompt_token_ids is not None:
-                follows = _known_or(inputs.prompt_token_ids[:, module], follows)
-            token_ids = self._shift(token_ids, window, follows)
+                known = inputs.prompt_token_ids[:, module]
+                follows = torch.where(known >= 0, known, follows.to(known.dtype))
+            token_ids = shift_rows(token_ids, window.req_indices, window.last_rows, follows)
             arguments = self._model_inputs(
                 module, token_ids, window.positions, hidden, execution.num_input_tokens, mm_embed_inputs
             )
@@ -372,17 +374,6 @@ class DraftPasses(GroupProposer, ABC):
             slot_mapping=layers.slot_mapping,
         )
         return context
-
-    @staticmethod
-    def _shift(token_ids: torch.Tensor, window: Window, follows: torch.Tensor | None) -> torch.Tensor:
-        """Every row's next token, and `follows` `[num_reqs]` after the last valid one.
-
-        Rows past the last valid one get whatever comes: they are padding. So does the last one itself where no draft
-        was made for it to consume: it isn't final, and the next pass writes it again.
-        """
-        if follows is None:
-            return token_ids.roll(-1)
-        return shift_rows(token_ids, window.req_indices, window.last_rows, follows)
 
     def _slide(self, window: Window, target_cad: CommonAttentionMetadata, hidden: torch.Tensor, drafts: Drafts) -> None:
         """The drafts after the chain's: it slides on, one row per request further for each.
@@ -602,8 +593,3 @@ class DraftPasses(GroupProposer, ABC):
 
     def _new_drafts(self, num_steps: int, captured: bool = False) -> Drafts:
         return Drafts(num_steps, captured)
-
-
-def _known_or(known: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor:
-    """Tokens that are known, and where they aren't (-1) those made; whatever is valid where there is neither."""
-    return known.clamp(min=0) if made is None else torch.where(known >= 0, known, made.to(known.dtype))

@@ -87,3 +87,13 @@ def test_the_chain_of_one_module_or_of_weights_of_8_bits_is_not_compiled(monkeyp
     assert rigs[3].proposer._compiles_chain()
     monkeypatch.setattr(rigs[3].proposer.cheap, "fp8", True)
     assert not rigs[3].proposer._compiles_chain()
+
+
+def test_a_row_without_a_draft_to_consume_takes_a_token_that_does_not_depend_on_the_batch() -> None:
+    inputs = []
+    for others in ([], [20]):
+        rig = make_rig(MultiGroupProposer, make_config(), [full(32), sliding(32), sliding(32)])
+        rig.propose(Batch(seq_lens=[30, *others], query_lens=[4, *(4 for _ in others)]), num_speculative_tokens=0)
+        inputs.append([forward.input_ids[:4] for forward in rig.forwards])
+    assert inputs[0] == inputs[1]
+    assert inputs[0] == [[1, 2, 3, 7], [2, 3, 7, 7], [3, 7, 7, 7]]
