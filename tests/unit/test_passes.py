@@ -93,7 +93,8 @@ def test_a_row_without_a_draft_to_consume_takes_a_token_that_does_not_depend_on_
     inputs = []
     for others in ([], [20]):
         rig = make_rig(MultiGroupProposer, make_config(), [full(32), sliding(32), sliding(32)])
-        rig.propose(Batch(seq_lens=[30, *others], query_lens=[4, *(4 for _ in others)]), num_speculative_tokens=0)
+        lens = [30, *others]
+        rig.propose(Batch(lens, query_lens=[4] * len(lens), prompt_lens=lens), num_speculative_tokens=0)
         inputs.append([forward.input_ids[:4] for forward in rig.forwards])
     assert inputs[0] == inputs[1]
     assert inputs[0] == [[1, 2, 3, 7], [2, 3, 7, 7], [3, 7, 7, 7]]
