@@ -24,7 +24,7 @@ LAYERS = [4, 2, 6]
 def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some requests of the tiny model, with their outputs."""
     root = tmp_path_factory.mktemp("records")
-    run(record_scenarios.two_ranks, records_engine(root, LAYERS), root=str(root))
+    run(record_scenarios.two_requests, records_engine(root, LAYERS), root=str(root))
     return root
 
 
@@ -100,7 +100,7 @@ def test_the_export_states_its_convention(exported: tuple[str, Path]) -> None:
 
 def test_records_in_eight_bits_are_what_speculators_fp8_transfer_reads(tmp_path: Path) -> None:
     """As they are written, without an export."""
-    done = run(record_scenarios.two_ranks, records_engine(tmp_path, LAYERS, dtype="fp8"), root=str(tmp_path)).value
+    done = run(record_scenarios.two_requests, records_engine(tmp_path, LAYERS, dtype="fp8"), root=str(tmp_path)).value
     # Three bits after the first, of values that are compared with the largest.
     assert all(facts["tokens equal"] and 1e-5 < facts["worst"] < 1 / 16 for facts in done["outputs"])
     dataset = RecordDataset(tmp_path)

@@ -113,7 +113,7 @@ def test_the_tokens_that_follow_are_those_of_the_reference(num_reqs: int) -> Non
 
 
 def tensors_of(static: StaticInputs) -> list[torch.Tensor]:
-    rows = [getattr(static.rows, field.name) for field in dataclasses.fields(static.rows)]
+    rows = [x for x in (getattr(static.rows, field.name) for field in dataclasses.fields(static.rows)) if x is not None]
     by_request = [static.next_token_ids, static.history_slots, static.prompt_token_ids, static.seq_lens]
     return [*rows, *by_request, static.window_starts]
 

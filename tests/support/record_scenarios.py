@@ -374,6 +374,10 @@ def embedded(llm: LLM, root: str) -> dict[str, Any]:
     return {"responses": [output.kv_transfer_params for output in outputs], "files": files(root)}
 
 
+def two_requests(llm: LLM, root: str) -> dict[str, Any]:
+    return {"outputs": generate(llm, prompts(50, 7), ask(include_output_tokens=True)), "files": files(root)}
+
+
 def two_ranks(llm: LLM, root: str) -> dict[str, Any]:
     """More than the ring holds, and more than may wait in the store."""
     outputs = generate(llm, prompts(50, 7, 150, 90, 33, 120), ask(include_output_tokens=True))
