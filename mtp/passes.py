@@ -188,14 +188,7 @@ class DraftPasses(GroupProposer, ABC):
     ) -> None:
         """Runs these modules over rows of nobody."""
         for module in modules:
-            with set_forward_context(
-                None,
-                self.vllm_config,
-                num_tokens=execution.num_input_tokens,
-                num_tokens_across_dp=execution.num_tokens_across_dp,
-                cudagraph_runtime_mode=execution.mode,
-                slot_mapping=slot_mapping or {},
-            ):
+            with self._forward_context(Layers({}, slot_mapping or {}), execution):
                 self.model(**self._idle_inputs(module, num_rows, execution.num_input_tokens))
 
     # Rows of prompts that are left out.
@@ -365,6 +358,7 @@ class DraftPasses(GroupProposer, ABC):
             chain(rows, rows.clone(), hidden, requests, requests.clone(), self._none_known[:2])
 
     def _forward_context(self, layers: Layers, execution: Execution) -> AbstractContextManager[Any]:
+        """Of a forward over these layers; without metadata it attends to nothing."""
         context: AbstractContextManager[Any] = set_forward_context(
             layers.attn_metadata or None,
             self.vllm_config,

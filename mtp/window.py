@@ -206,8 +206,7 @@ def _with_exact_lens(
     num_reqs = cad.num_reqs
     num_rejected_np, query_lens = num_rejected.numpy(), np.diff(cad.query_start_loc_cpu[: num_reqs + 1].numpy())
     ends = cad.seq_lens[:num_reqs].numpy() - num_rejected_np
-    valid = query_lens - num_rejected_np if num_unread is None else query_lens - num_rejected_np - num_unread
-    lens = np.maximum(valid, np.minimum(ends, depth + 1))
+    lens = window_lens(query_lens - num_rejected_np, ends, depth, num_unread)
     bounds = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(lens, out=bounds[1:])
     query_start_loc = torch.from_numpy(bounds)

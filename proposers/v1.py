@@ -234,7 +234,7 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
             sampling_metadata = None
         chain_length = self.plan.chain_length
-        prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_sampled, cad, chain_length)
+        prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_tokens, cad, chain_length)
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
         query_lens = np.diff(cad.query_start_loc_cpu.numpy())
         upper = None if cad.seq_lens_cpu_upper_bound is None else cad.seq_lens_cpu_upper_bound.numpy()
@@ -442,7 +442,7 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
 
 
 def chunk_ends(
-    batch: InputBatch, num_sampled: np.ndarray, cad: CommonAttentionMetadata, count: int
+    batch: InputBatch, num_tokens: npt.NDArray[np.int32], cad: CommonAttentionMetadata, count: int
 ) -> np.ndarray | None:
     """The `count` tokens that follow each chunk which ends before its prompt does.
 
@@ -450,7 +450,7 @@ def chunk_ends(
     asked for the token: it answers with the prompt's last one (vLLM's `prepare_next_token_ids_padded`).
 
     Args:
-        num_sampled: `[num_reqs]`, tokens of this step that the batch counts in already.
+        num_tokens: `[num_reqs]`, how many were known before this step sampled (`DraftBatch`).
 
     Returns:
         `[num_reqs, count]` int32 token ids, -1 where there is no such chunk; None when every prompt is complete.
@@ -459,12 +459,11 @@ def chunk_ends(
     if upper is None:
         return None
     ends = upper[: cad.num_reqs].numpy()  # exact for requests that prefill
-    totals = batch.num_tokens_no_spec[: cad.num_reqs] - num_sampled
-    partial = (ends < totals).nonzero()[0]
+    partial = (ends < num_tokens).nonzero()[0]
     if len(partial) == 0:
         return None
     # The scheduler leaves as many tokens past a chunk as there are modules; the clamp keeps the look-up in bounds.
-    columns = np.minimum(ends[partial, None] + np.arange(count), totals[partial, None] - 1)
+    columns = np.minimum(ends[partial, None] + np.arange(count), num_tokens[partial, None] - 1)
     follow = np.full((cad.num_reqs, count), -1, dtype=np.int32)
     follow[partial] = batch.token_ids_cpu[partial[:, None], columns]
     return follow

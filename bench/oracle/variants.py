@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from bench import reference
 from bench.oracle.schedules import Setup
@@ -116,52 +118,52 @@ def widen_sliding_layers(model: Path, folder: Path) -> None:
     Each head stands there twice, and half as many query heads share it. The sliding layers' rows then take twice the
     room of the others', so vLLM gives the groups blocks of different sizes.
     """
-    for path in model.glob("*.json"):
-        shutil.copy(path, folder)
-    config = json.loads((model / "config.json").read_text())
+    config, tensors = _copied(model, folder)
     other = config["attention_other_setting"]
     head_dim = other["head_dim"]
-    tensors = load_file(model / WEIGHTS)
     for layer, kind in enumerate(config["layer_types"]):
         for name in ("k_proj", "v_proj") if kind == other["attention_type"] else ():
             key = f"model.layers.{layer}.self_attn.{name}.weight"
             heads = tensors[key].unflatten(0, (-1, head_dim))
             tensors[key] = heads.repeat_interleave(2, dim=0).flatten(0, 1).contiguous()
     other["num_attention_groups"] *= 2
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    _write(folder, config, tensors)
 
 
 def slide_modules(model: Path, folder: Path, window: int = 24) -> None:
     """Writes a checkpoint in which module 0 slides, too: it has the attention of module 1, and a window is so short
     that drafts depend on a part of most prompts only.
     """
-    for path in model.glob("*.json"):
-        shutil.copy(path, folder)
-    config = json.loads((model / "config.json").read_text())
+    config, tensors = _copied(model, folder)
     first = config["num_hidden_layers"]
     config["sliding_window"] = window
     for name in ("layer_types", "rope_theta", "partial_rotary_factors"):
         config[name][first] = config[name][first + 1]
-    tensors = load_file(model / WEIGHTS)
     for name in [name for name in tensors if name.startswith(f"model.layers.{first + 1}.self_attn.")]:
         tensors[name.replace(f".{first + 1}.", f".{first}.")] = tensors[name].clone()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    _write(folder, config, tensors)
 
 
 def narrow_values(model: Path, folder: Path) -> None:
     """Writes a MiMo-V2 checkpoint in which each head's values have the first half of their features only."""
-    for path in model.glob("*.json"):
-        shutil.copy(path, folder)
-    config = json.loads((model / "config.json").read_text())
+    config, tensors = _copied(model, folder)
     head_dim = config["head_dim"]
     config |= {"v_head_dim": head_dim // 2, "swa_v_head_dim": head_dim // 2}
-    tensors = load_file(model / WEIGHTS)
     for name, tensor in tensors.items():
         if name.endswith("self_attn.v_proj.weight"):
             tensors[name] = tensor.unflatten(0, (-1, head_dim))[:, : head_dim // 2].flatten(0, 1).contiguous()
         elif name.endswith("self_attn.o_proj.weight"):
             tensors[name] = tensor.unflatten(1, (-1, head_dim))[:, :, : head_dim // 2].flatten(1).contiguous()
+    _write(folder, config, tensors)
+
+
+def _copied(model: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A checkpoint's config and weights, to be changed and then written; its other files are in the folder."""
+    for path in model.glob("*.json"):
+        shutil.copy(path, folder)
+    return json.loads((model / "config.json").read_text()), load_file(model / WEIGHTS)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -100,15 +100,14 @@ def note_the_batch(original: Any) -> Any:
 )
 def follow_prompt_chunks(original: Any) -> Any:
     def propose(self: Any, *args: Any, next_token_ids: Any, common_attn_metadata: Any, **kwargs: Any) -> Any:
-        import numpy as np
         from vllm.utils.torch_utils import async_tensor_h2d
 
         from proposers.v1 import chunk_ends
 
         batch, self.input_batch_of_pass = getattr(self, "input_batch_of_pass", None), None
         if batch is not None:
-            none_sampled = np.zeros(common_attn_metadata.num_reqs, dtype=np.int32)
-            ends = chunk_ends(batch, none_sampled, common_attn_metadata, 1)
+            num_tokens = batch.num_tokens_no_spec[: common_attn_metadata.num_reqs]
+            ends = chunk_ends(batch, num_tokens, common_attn_metadata, 1)
             if ends is not None:
                 follow = async_tensor_h2d(ends[:, 0], device=next_token_ids.device)
                 next_token_ids = follow.where(follow >= 0, next_token_ids)
