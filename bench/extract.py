@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import os
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from bench.workers.engine import random_prompts
 from bench.workers.extract import MODES, drafts, has_records, is_fp8, is_ours
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
-
+WRITERS, FILE_BYTES = 4, 1 << 24  # as many at a time as `writer_threads` has by default
 EXTRAS = ("of_mtp_prefill", "of_mtp_decode", "of_mtp_steady", "tokens_per_pass", "skipped")
 COUNTS = ("rows", "rows_wrong", "files_missing", "num_gpu_blocks", "copies", "peak_host_bytes")
 
@@ -102,7 +105,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "platform": environment["platform"],
     }
     spec["prompts"] = find_prompts(args, config)
+    speeds = storage_speeds(args.storage)
     raw, errors = run_rounds(modes, spec, args)
+    speeds += storage_speeds(args.storage)
     entries = {mode: summarise(runs, args) for mode, runs in raw.items() if runs}
     for entry in entries.values():
         add_overhead(entry, entries.get("none"))
@@ -116,6 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "environment": environment,
         "settings": settings | {"rounds": args.rounds, "by_turns": args.by_turns},
         "config": config,
+        "storage_bytes_per_s": quartiles(speeds, 0),
         "modes": {mode: entries.get(mode, {"error": errors.get(mode)}) for mode in modes},
     }
 
@@ -142,6 +148,29 @@ def run_rounds(
                 raise
             errors["upstream"] = reason(str(error))
     return raw, errors
+
+
+def storage_speeds(storage: Path | None) -> list[float]:
+    """Bytes per second, three times, that the storage takes of files which are written and synced as records are.
+
+    Args:
+        storage: the folder; None: where temporary files are.
+    """
+    block = os.urandom(FILE_BYTES)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+
+    speeds = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory(dir=storage) as folder, ThreadPoolExecutor(WRITERS) as pool:
+            began = time.perf_counter()
+            list(pool.map(write, (Path(folder, str(i)) for i in range(2 * WRITERS))))
+            speeds.append(2 * WRITERS * FILE_BYTES / (time.perf_counter() - began))
+    return speeds
 
 
 def find_prompts(args: argparse.Namespace, config: dict[str, Any]) -> list[list[int]]:
@@ -282,4 +311,5 @@ def format_table(result: dict[str, Any]) -> str:
     for key in ("overhead_prefill", "overhead_decode", *EXTRAS, *COUNTS):
         rows.append([key, *("-" if entry.get(key) is None else str(entry[key]) for entry in modes.values())])
     failed = [f"{mode} did not run: {entry['error']}" for mode, entry in modes.items() if "error" in entry]
-    return "\n".join([table(rows), *failed])
+    storage = f"the storage takes {show_quartiles(result['storage_bytes_per_s'], 0)} bytes per second"
+    return "\n".join([table(rows), storage, *failed])

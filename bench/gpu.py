@@ -166,6 +166,7 @@ FIGURES = {  # name, and whether it is a median with quartiles
     "output_tokens_per_s": True,
     "propose_host_ms": True,
     "gpu_busy_ms": False,
+    "gpu_waiting_ms": False,
     "kernels_per_step": False,
     "ttft_ms": True,
     "acceptance_length": False,

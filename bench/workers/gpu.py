@@ -13,7 +13,6 @@ from bench.workers.arrivals import measure_arrivals
 from bench.workers.engine import (
     acceptance_counters,
     add_requests,
-    busy,
     describe_engine,
     drafter_of,
     keep_engine_in_process,
@@ -21,6 +20,7 @@ from bench.workers.engine import (
     run_batch,
     run_worker,
 )
+from bench.workers.launches import Launch, summarise_launches
 from bench.workers.propose_times import take_propose_times, time_propose
 
 # `MTP_PROPOSERS`, and the runner that is asked for.
@@ -38,15 +38,6 @@ CHEAP = "-cheap"
 ADAPTIVE = "-adaptive"
 """How the name of a mode ends in which the number of drafts is chosen step by step."""
 PROFILED_STEPS = 20
-FAMILIES = {  # by parts of kernel names, the first that matches
-    "norm": ("norm",),  # before the GEMMs: "gemma" has "gemm" in it
-    "attention": ("flash", "attention", "fmha"),
-    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "gemv", "cublas", "xmma", "fp8_linear"),
-    "experts": ("moe", "topk"),
-    "slots and window": ("slot", "window"),
-    "KV write": ("reshape_and_cache",),
-    "argmax": ("reduce", "argmax"),
-}
 
 
 def options_of(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
@@ -146,10 +137,10 @@ def profile_steps(llm: Any, prompts: list[list[int]], output_tokens: int) -> dic
         engine.step()
     llm.collective_rpc(synchronize)
     wall = (time.perf_counter() - before) * 1e3
-    launches = llm.collective_rpc(stop_profile)[0]
+    ranks = llm.collective_rpc(stop_profile)
     while engine.has_unfinished_requests():
         engine.step()
-    return {"profiled_step_ms": round(wall / PROFILED_STEPS, 4), **summarise_launches(launches)}
+    return {"profiled_step_ms": round(wall / PROFILED_STEPS, 4), **summarise_launches(ranks, PROFILED_STEPS)}
 
 
 def start_profile(worker: Any) -> None:
@@ -166,8 +157,8 @@ def synchronize(worker: Any) -> None:
     torch.cuda.synchronize()
 
 
-def stop_profile(worker: Any) -> list[tuple[float, float, str]]:
-    """The kernels that were launched, each with its beginning and end in microseconds and its name."""
+def stop_profile(worker: Any) -> list[Launch]:
+    """The kernels that were launched."""
     import torch
 
     worker.step_profiler.__exit__(None, None, None)
@@ -176,30 +167,6 @@ def stop_profile(worker: Any) -> list[tuple[float, float, str]]:
         for event in worker.step_profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-
-
-def summarise_launches(launches: list[tuple[float, float, str]]) -> dict[str, Any]:
-    """Of the kernels that the profiled steps launched, each with its beginning and end in microseconds and its name."""
-    families: dict[str, float] = defaultdict(float)
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for start, end, name in launches:
-        families[family_of(name)] += (end - start) / 1e3 / PROFILED_STEPS
-        by_name[name[:80]].append((end - start) / 1e3)
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]
-    return {
-        "gpu_busy_ms": round(busy((start, end) for start, end, _ in launches) / 1e3 / PROFILED_STEPS, 4),
-        "kernels_per_step": round(len(launches) / PROFILED_STEPS, 1),
-        "gpu_ms_by_family": {name: round(ms, 4) for name, ms in sorted(families.items(), key=lambda item: -item[1])},
-        "top_kernels": {
-            name: {"ms": round(sum(times) / PROFILED_STEPS, 4), "launches": round(len(times) / PROFILED_STEPS, 1)}
-            for name, times in longest
-        },
-    }
-
-
-def family_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next((family for family, parts in FAMILIES.items() if any(part in name for part in parts)), "other")
 
 
 def copy_bandwidth(worker: Any) -> float:

@@ -171,7 +171,14 @@ def test_a_replay_is_the_eager_pass(
 
 
 # FlashAttention takes values narrower than keys from its fourth version on, which isn't on every machine.
-BACKENDS = {"step3p5": "FLASH_ATTN", "mimo-v2": "TRITON_ATTN_DIFFKV"}
+BACKENDS = {
+    "step3p5": "FLASH_ATTN",
+    "mimo-v2": "TRITON_ATTN_DIFFKV",
+    "mimo": "FLASH_ATTN",
+    "deepseek-v3": "FLASH_ATTN_MLA",
+}
+# Which captures no batch of queries of several lengths, so steps with a prompt run eagerly.
+EVEN_ONLY = {"FLASH_ATTN_MLA"}
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -208,8 +215,9 @@ def test_a_replay_is_the_eager_pass_with_the_backends_of_large_models(
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
     texts = [{"prompt_token_ids": prompt[: 30 * (i + 1)]} for i, prompt in enumerate(prompts)]
     llm.generate(texts, params, use_tqdm=False)
-    shapes = {shape for _, shape in checked.replays}
-    assert sum(not shape.even for shape in shapes) >= 2
-    assert any(shape.even for shape in shapes)
+    captured = {pass_shape for _, pass_shape in checked.replays}
+    uneven = sum(not pass_shape.even for pass_shape in captured)
+    assert uneven == 0 if BACKENDS[shape] in EVEN_ONLY else uneven >= 2
+    assert any(pass_shape.even for pass_shape in captured)
     print(checked.replays, checked.drafts_that_differ)
     llm.llm_engine.engine_core.shutdown()
