@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ MODES = {
 COPIES = {"upstream": 4}
 COPIES_OF_OURS = 3
 
+# Of a run without a pause, outputs one after the other in quarters of `output_tokens`, which is their mean.
+STEADY = (4, 2, 5, 3, 6)
+
 
 def build_engine(spec: dict[str, Any]) -> Any:
     """An in-process `LLM` for the mode of the spec."""
@@ -38,7 +42,7 @@ def build_engine(spec: dict[str, Any]) -> Any:
     return LLM(
         spec["model"],
         dtype=spec["dtype"],
-        max_model_len=spec["prompt_tokens"] + spec["output_tokens"] + 2,
+        max_model_len=spec["prompt_tokens"] + max(STEADY) * spec["output_tokens"] // 4 + 2,
         max_num_seqs=spec["batch"],
         disable_log_stats=False,
         enable_prefix_caching=False,  # every run computes the same prompts anew
@@ -169,8 +173,13 @@ def find_records(answers: list[dict[str, Any]], storage: str) -> None:
             answer |= {"path": paths[answer["id"]], "there": True}
 
 
-def run_steady(engine: Any, prompts: list[list[int]], params: Any, batch: int, seconds: float) -> dict[str, float]:
+def run_steady(
+    engine: Any, prompts: list[list[int]], params: Sequence[Any], batch: int, seconds: float
+) -> dict[str, float]:
     """Keeps `batch` requests running, so that prompts, decoding and writing go on side by side as they do on a server.
+
+    As many again are sent ahead, so that a request whose answer waits for its file leaves its place to another; and
+    the requests' parameters differ, one after the other, so that they don't all end together.
 
     Returns:
         `seconds` from where as many have ended as run at a time, and of that time: `tokens` of prompts that were begun
@@ -180,9 +189,9 @@ def run_steady(engine: Any, prompts: list[list[int]], params: Any, batch: int, s
     begun, number, ended = None, 0, 0
     tokens, requests = 0, 0
     while begun is None or time.perf_counter() - begun < seconds:
-        while engine.get_num_unfinished_requests() < batch:
+        while engine.get_num_unfinished_requests() < 2 * batch:
             prompt = prompts[number % len(prompts)]
-            engine.add_request(f"steady-{number}", {"prompt_token_ids": prompt}, params)
+            engine.add_request(f"steady-{number}", {"prompt_token_ids": prompt}, params[number % len(params)])
             number += 1
         for output in engine.step():
             now = len(output.outputs[0].token_ids)
@@ -261,7 +270,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         take_turn()
         report_progress(f"{spec['steady_s']:g} seconds without a pause")
         bytes_before = counted(llm, "bytes_written")
-        result["steady"] = run_steady(engine, prompts, ask(spec, spec["output_tokens"]), batch, spec["steady_s"])
+        params = [ask(spec, spec["output_tokens"] * quarters // 4) for quarters in STEADY]
+        result["steady"] = run_steady(engine, prompts, params, batch, spec["steady_s"])
         result["steady"] |= {
             "bytes": counted(llm, "bytes_written") - bytes_before,
             "skipped": newly_skipped(llm, result),

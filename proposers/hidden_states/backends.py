@@ -90,7 +90,7 @@ class OwnEngine:
         config = self._engine_args().create_engine_config()
         plan = ExtractionPlan.of(config)
         assert plan is not None
-        self._row_bytes = fp8.row_bytes(len(ids), plan.hidden_size) if eight_bits else plan.row_bytes
+        self._row_bytes = sum(plan.record_bytes(fp8.ENCODING if eight_bits else fp8.PLAIN))
         self._at_once = 2 * config.scheduler_config.max_num_seqs
         self.max_length: int = config.model_config.max_model_len
 

@@ -253,7 +253,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             name=wanted.name,
             number=self._number,
             token_ids=list(request.all_token_ids[start:stop]),
-            num_bytes=info.rows * self._plan.row_bytes,
+            num_bytes=info.rows * sum(self._plan.record_bytes(self.settings.encoding)),
             steps=None if steps is None else [step for step in steps if start <= step.row < stop],
             preemptions=request.num_preemptions,
         )
@@ -310,13 +310,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._transfer.bind(store)
             return
         slices, ring_bytes = Slices(self._plan.num_slices, store.rows.device), self.settings.ring_bytes
+        encoding = self.settings.encoding
         if not slices.is_first:
-            self._transfer = RowTransfer(store, Ring(ring_bytes, pinned=False, device="meta"), self._waits, slices)
+            ring = Ring(ring_bytes, pinned=False, device="meta")
+            self._transfer = RowTransfer(store, ring, self._waits, slices, encoding)
             self._close = weakref.finalize(self, self._transfer.finish)
             return
         self._storage = Storage(self.settings.storage_root)
         self._ring = Ring(ring_bytes, pinned=store.rows.is_cuda)
-        self._transfer = RowTransfer(store, self._ring, self._waits, slices)
+        self._transfer = RowTransfer(store, self._ring, self._waits, slices, encoding)
         self._writers = Writers(self._make_sinks(), self.settings.shard_seconds)
         self._close = weakref.finalize(self, _close, self._transfer, self._writers, self._storage)
         if (ranks := self._vllm_config.parallel_config.tensor_parallel_size) > 1:

@@ -4,24 +4,42 @@ Layers' streams differ in size by orders of magnitude, and tokens' do too, so a 
 names and shapes are those that the fp8 transfer of speculators' `hs-connectors` reads; its scales are of a row.
 """
 
+from typing import NamedTuple
+
 import torch
 
-ENCODING = "fp8_e4m3"
+PLAIN, ENCODING = "plain", "fp8_e4m3"
 DTYPE = torch.float8_e4m3fn
 SCALES = "hidden_states_scales"
 
+# Of rows in float32, which quantizing needs memory for, some rows at a time.
+EXACT_BYTES = 32 << 20
 
-def row_bytes(num_layers: int, hidden_size: int) -> int:
-    """Bytes that a token's rows take, with their scales."""
-    return num_layers * (hidden_size + torch.float32.itemsize)
+
+class RowBytes(NamedTuple):
+    """What a token takes in a record: its layers' values, and their scales, which rows as they are have none of."""
+
+    values: int
+    scales: int
+
+    @classmethod
+    def of(cls, encoding: str, num_layers: int, hidden_size: int, dtype: torch.dtype) -> "RowBytes":
+        if encoding == ENCODING:
+            return cls(num_layers * hidden_size, num_layers * torch.float32.itemsize)
+        return cls(num_layers * hidden_size * dtype.itemsize, 0)
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[T, L, H]` as e4m3 and their scales `[T, L, 1]` in float32: a row is the product of both."""
-    exact = rows.float()
-    scales = exact.abs().amax(-1, keepdim=True) / torch.finfo(DTYPE).max
-    scales[scales == 0] = 1
-    return (exact / scales).to(DTYPE), scales
+    values = torch.empty_like(rows, dtype=DTYPE)
+    scales = rows.new_empty(*rows.shape[:-1], 1, dtype=torch.float32)
+    at_once = max(1, EXACT_BYTES // (rows.shape[1:].numel() * torch.float32.itemsize))
+    for some, of_some, scale in zip(rows.split(at_once), values.split(at_once), scales.split(at_once), strict=True):
+        exact = some.float()
+        scale.copy_(exact.abs().amax(-1, keepdim=True) / torch.finfo(DTYPE).max)
+        scale.masked_fill_(scale == 0, 1)
+        of_some.copy_(exact / scale)
+    return values, scales
 
 
 def dequantize(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

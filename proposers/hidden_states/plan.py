@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from proposers.hidden_states.fp8 import RowBytes
+
 METHOD = "extract_hidden_states"
 
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -82,9 +84,15 @@ class ExtractionPlan:
         num_slices = 1 if hidden_size % ranks else ranks
         return cls(ids, num_layers, hidden_size, model_config.dtype, num_drafts, num_slices)
 
+    def record_bytes(self, encoding: str) -> "RowBytes":
+        """What a token's rows take in a record."""
+        from proposers.hidden_states.fp8 import RowBytes  # torch is imported with it
+
+        return RowBytes.of(encoding, len(self.layer_ids), self.hidden_size, self.dtype)
+
     @property
     def row_bytes(self) -> int:
-        """Bytes that one token's rows take in a record."""
+        """Bytes that one token's rows take in the model's dtype."""
         return len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
 
     @property

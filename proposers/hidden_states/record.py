@@ -49,7 +49,7 @@ class RecordInfo:
     num_prompt_tokens: int
     finish_reason: str
     request_id: str
-    encoding: str = "plain"
+    encoding: str = fp8.PLAIN
     convention: str = CONVENTION
     schema: str = SCHEMA
 

@@ -11,7 +11,7 @@ from proposers.hidden_states import fp8
 from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
 
 RECORDS_PER_FOLDER = 1000
-ENCODINGS = {"model": "plain", "fp8": fp8.ENCODING}
+ENCODINGS = {"model": fp8.PLAIN, "fp8": fp8.ENCODING}
 _MAX_PART_BYTES, _MAX_NAME_BYTES = 200, 1000
 
 

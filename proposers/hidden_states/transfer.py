@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from mtp.slots import slots_of
 from mtp.store import RowStore
+from proposers.hidden_states.fp8 import PLAIN, RowBytes, quantize
 from proposers.hidden_states.slices import Slices
 from proposers.hidden_states.writer import Job, Part, Region, Ring
 
@@ -35,6 +36,8 @@ class RowTransfer:
 
     Args:
         ring: on a rank that isn't the first, one without memory.
+        encoding: how rows are stored. Those of eight bits are made here, on the device, so that half as much crosses to
+            the host and waits there.
         waits: for room in the ring, where too many blocks are kept for rows. Without, no step waits for the disk, and
             the caller sees to it that there isn't much to keep.
 
@@ -45,8 +48,10 @@ class RowTransfer:
         ValueError: the ring can't hold two rows.
     """
 
-    def __init__(self, store: RowStore, ring: Ring, waits: bool = True, slices: Slices | None = None) -> None:
-        self._ring, self._waits, self._slices = ring, waits, slices or Slices()
+    def __init__(
+        self, store: RowStore, ring: Ring, waits: bool = True, slices: Slices | None = None, encoding: str = PLAIN
+    ) -> None:
+        self._ring, self._waits, self._slices, self._encoding = ring, waits, slices or Slices(), encoding
         self._pieces: deque[_Piece] = deque()
         self._kept_blocks = 0
         self.gathers = self.copies = 0
@@ -57,14 +62,15 @@ class RowTransfer:
         self.finish()
         self._store = store
         self._rows = store.rows.flatten(0, 1)
-        row_bytes = self._rows[0].numel() * self._rows.dtype.itemsize * self._slices.count
+        num_layers, slice_size = self._rows.shape[1:]
+        self._row = RowBytes.of(self._encoding, num_layers, slice_size * self._slices.count, self._rows.dtype)
+        row_bytes = self._row_bytes = sum(self._row)
         self._piece_rows = min(len(self._ring.buffer) // 2, MAX_PIECE_BYTES) // row_bytes
         if not self._piece_rows:
             raise ValueError(
                 f"ring_bytes={len(self._ring.buffer)} and the hidden states of one token take {row_bytes}: the ring "
                 "has to hold two tokens at least, and holds many better."
             )
-        self._row_bytes = row_bytes
         self._stream = torch.cuda.Stream(self._rows.device) if self._rows.is_cuda else None
 
     @property
@@ -155,8 +161,10 @@ class RowTransfer:
         self._pieces.popleft()
         for reading, first, last in piece.owners:
             if region is not None:
-                memory = region.memory[first * self._row_bytes : last * self._row_bytes]
-                reading.job.parts.put(Part(region, memory, arrived.wait))
+                values, scales = self._memory(region, len(piece.slots))
+                values = values[first * self._row.values : last * self._row.values]
+                scales = scales[first * self._row.scales : last * self._row.scales]
+                reading.job.parts.put(Part(region, values, scales, arrived.wait))
             if reading.copied(last - first, arrived.query):
                 self._kept_blocks -= reading.kept_blocks
         return True
@@ -168,10 +176,11 @@ class RowTransfer:
     def _copy(self, slots: torch.Tensor, region: Region | None) -> "_Arrival":
         self.gathers += 1
         if self._stream is None:
-            if self._slices.count == 1:
-                torch.index_select(self._rows, 0, slots, out=self._host(region, len(slots)))
+            if region is not None and self._slices.count == 1 and not self._row.scales:
+                host = region.memory.view(self._rows.dtype).view(len(slots), *self._rows.shape[1:])
+                torch.index_select(self._rows, 0, slots, out=host)
             elif (rows := self._slices.assemble(self._rows.index_select(0, slots))) is not None:
-                self._host(region, len(slots)).copy_(rows)
+                self._copy_encoded(self._encode(rows), region)
             return _Arrival(lambda: True, lambda: None)
         device = self._rows.device
         # A collective takes its turn among the model's: two that run at once may wait for each other.
@@ -183,17 +192,26 @@ class RowTransfer:
         self._stream.wait_stream(gathering)
         with torch.cuda.stream(self._stream):
             if rows is not None:
-                self._host(region, len(slots)).copy_(rows, non_blocking=True)
                 rows.record_stream(self._stream)
+                self._copy_encoded(self._encode(rows), region)
                 self.copies += 1
             event = torch.cuda.Event()
             event.record()
         return _Arrival(event.query, event.synchronize)
 
-    def _host(self, region: Region | None, num_rows: int) -> torch.Tensor:
-        """Where whole rows go: `[num_rows, num_layers, hidden_size]`."""
+    def _encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Whole rows `[num_rows, num_layers, hidden_size]` as they are stored: values, and scales if there are any."""
+        return quantize(rows) if self._row.scales else (rows,)
+
+    def _copy_encoded(self, encoded: tuple[torch.Tensor, ...], region: Region | None) -> None:
         assert region is not None  # the rank that has the rows has the ring
-        return region.memory.view(self._rows.dtype).view(num_rows, self._rows.shape[1], -1)
+        for memory, part in zip(self._memory(region, len(encoded[0])), encoded, strict=False):
+            memory.copy_(part.reshape(-1).view(torch.uint8), non_blocking=True)
+
+    def _memory(self, region: Region, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the values of so many rows lie in a region, and where their scales do, as bytes."""
+        size = num_rows * self._row.values
+        return region.memory[:size], region.memory[size:]
 
 
 class _Arrival(NamedTuple):

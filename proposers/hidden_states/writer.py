@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +28,6 @@ from proposers.hidden_states.storage import Storage
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
 SHARD_HEADER_BYTES = 1 << 20
-
-# That are made smaller at one time, which takes memory for them in float32.
-ROWS_AT_ONCE = 64
 
 
 class Written(NamedTuple):
@@ -131,12 +128,13 @@ class Part(NamedTuple):
     """Consecutive rows of one record in a region.
 
     Attributes:
-        memory: `[num_bytes]` uint8.
+        values, scales: `[num_bytes]` uint8, as they are stored; of rows in eight bits alone there are scales.
         wait: returns when the rows have arrived.
     """
 
     region: Region
-    memory: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
     wait: Callable[[], Any]
 
 
@@ -163,72 +161,63 @@ class Job:
     missing: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.missing = self.row_bytes
+        self.missing = self.info.rows * self._row.values
+
+    @property
+    def _row(self) -> fp8.RowBytes:
+        return fp8.RowBytes.of(self.info.encoding, *self.row_shape, getattr(torch, self.info.dtype))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all hidden states, as they come."""
-        dtype: torch.dtype = getattr(torch, self.info.dtype)
-        return self.info.rows * self.row_shape[0] * self.row_shape[1] * dtype.itemsize
+        """Bytes of all hidden states."""
+        return self.info.rows * sum(self._row)
 
     def tensors(self, prefix: str = "") -> list[tuple[str, str, Sequence[int], int]]:
         """The record's tensors as `safetensors_header` wants them."""
         rows, (layers, hidden_size) = self.info.rows, self.row_shape
         token_ids = (f"{prefix}token_ids", "I64", (rows,), rows * 8)
-        shape = (rows, layers, hidden_size)
-        if self.info.encoding == fp8.ENCODING:
-            of_rows = [
-                (f"{prefix}hidden_states", "F8_E4M3", shape, rows * layers * hidden_size),
-                (f"{prefix}{fp8.SCALES}", "F32", (rows, layers, 1), rows * layers * 4),
-            ]
-        else:
-            of_rows = [(f"{prefix}hidden_states", DTYPES[self.info.dtype], shape, self.row_bytes)]
+        dtype = "F8_E4M3" if self._row.scales else DTYPES[self.info.dtype]
+        of_rows = [(f"{prefix}hidden_states", dtype, (rows, layers, hidden_size), rows * self._row.values)]
+        if self._row.scales:
+            of_rows.append((f"{prefix}{fp8.SCALES}", "F32", (rows, layers, 1), rows * self._row.scales))
         extras = [(f"{prefix}{name}", "I32", shape, 4 * math.prod(shape)) for name, shape in self.extras]
         return [token_ids, *of_rows, *extras]
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all hidden states, as they are written."""
+        """Bytes of all that is written but the token ids."""
         return sum(num_bytes for *_, num_bytes in self.tensors()[1:])
 
     def chunks(self) -> Generator[memoryview, None, None]:
         """The tensors' bytes in that order. Rows are released when the next is asked for or the iterator closed."""
         yield _bytes_of(torch.tensor(self.token_ids, dtype=torch.int64))
-        with closing(self._rows()) as parts:
-            yield from self._encoded(parts)
+        scales = []
+        with closing(self._parts()) as parts:
+            for part in parts:
+                scales.append(part.scales.clone())  # they come after all values, and the room is given back
+                yield _bytes_of(part.values)
+        yield from map(_bytes_of, scales)
         values = {} if self.read_extras is None else self.read_extras()
         for name, _ in self.extras:
             yield _bytes_of(values[name].contiguous())
 
-    def _encoded(self, parts: Iterable[torch.Tensor]) -> Generator[memoryview, None, None]:
-        if self.info.encoding != fp8.ENCODING:
-            yield from map(_bytes_of, parts)
-            return
-        scales = []
-        for rows in parts:
-            for some in rows.view(getattr(torch, self.info.dtype)).view(-1, *self.row_shape).split(ROWS_AT_ONCE):
-                quantized, of_some = fp8.quantize(some)
-                scales.append(of_some)
-                yield _bytes_of(quantized)
-        yield from map(_bytes_of, scales)
-
-    def _rows(self) -> Generator[torch.Tensor, None, None]:
-        """The hidden states' bytes as they come, whole rows each."""
+    def _parts(self) -> Generator[Part, None, None]:
+        """The hidden states as they come, whole rows each. They are released when the next are asked for."""
         while self.missing:
             part = self.parts.get()
             if part is None:
                 self.missing = 0
                 raise RuntimeError("the engine failed before all rows were copied")
-            self.missing -= len(part.memory)
+            self.missing -= len(part.values)
             try:
                 part.wait()
-                yield part.memory
+                yield part
             finally:
                 part.region.release()
 
     def drop(self) -> None:
         """Takes what is still to come and releases it."""
-        for _ in self._rows():
+        for _ in self._parts():
             pass
 
 

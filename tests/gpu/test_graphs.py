@@ -40,6 +40,8 @@ class Checked:
     def state(self) -> list[torch.Tensor]:
         """What a pass leaves behind: the history, less the slot that padding writes to, and the KV caches."""
         history = self.drafter.history
+        if history is None:
+            return self.caches()
         kept = [history.token_ids, history.positions, history.hidden_states, history.ends, history.valid]
         return [*(x[: history.padding_slot] for x in kept), *self.caches()]
 

@@ -410,6 +410,7 @@ def offloaded(llm: LLM) -> dict[str, Any]:
     first, reset = play(), False
     for _ in range(50):  # blocks on their way are in use, and steps notice when they have arrived
         greedy(llm, [other[:20]], 8)
+        llm.llm_engine.step()  # one may still run, which overlaps the last, and blocks are kept until it has ended
         if reset := llm.reset_prefix_cache():
             break
         time.sleep(0.1)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from mtp.groups import KVGroup
 from mtp.store import RowStore
-from proposers.hidden_states import Record, RecordDataset, RecordInfo, load
+from proposers.hidden_states import Record, RecordDataset, RecordInfo, fp8, load
 from proposers.hidden_states.request import RecordRequest, Settings, checked_name, generated_name
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
@@ -50,7 +50,7 @@ def job(name: str, rows: int, dtype: str = "float32", first: int = 0, replace: b
 def filled(source: RowStore, *jobs: Job) -> None:
     """Hands all rows of the jobs on, from the store's first blocks."""
     needed = sum(j.row_bytes for j in jobs)
-    transfer = RowTransfer(source, Ring(4 * needed, pinned=False))
+    transfer = RowTransfer(source, Ring(4 * needed, pinned=False), encoding=jobs[0].info.encoding)
     transfer.submit([(j, range(len(source.rows)), 0) for j in jobs])
 
 
@@ -108,6 +108,22 @@ def test_a_record_in_eight_bits_says_so_and_comes_back_in_the_models_dtype(
         assert ((record.hidden_states.float() - exact).abs() <= tolerance * 1.1).all()
         assert torch.equal(record.token_ids, torch.arange(21))
         assert stored <= result.num_bytes < stored + (0 if sharded else 2000) + sharded
+
+
+def test_rows_in_eight_bits_take_the_ring_as_little_as_the_disk() -> None:
+    source, record = store(3, 8, torch.bfloat16), job("r", 21, "bfloat16")
+    record = dataclasses.replace(record, info=dataclasses.replace(record.info, encoding=fp8.ENCODING))
+    ring = Ring(1 << 20, pinned=False)
+    RowTransfer(source, ring, encoding=fp8.ENCODING).submit([(record, range(3), 0)])
+    assert ring.peak_bytes == record.row_bytes == 21 * len(LAYERS) * (HIDDEN + 4)
+
+
+def test_rows_are_made_smaller_some_at_a_time_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = store(3, 8, torch.bfloat16).rows.flatten(0, 1)
+    whole = fp8.quantize(rows)
+    monkeypatch.setattr(fp8, "EXACT_BYTES", 5 * ROW_BYTES)
+    for found, wanted in zip(fp8.quantize(rows), whole, strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_a_dataset_has_the_records_of_files_and_shards_and_nothing_unfinished(tmp_path: Path) -> None:
@@ -290,7 +306,7 @@ writer._sync = hang
 info = RecordInfo((0,), 1, "float32", "some/model", 20, 0, 20, "stop", "killed")
 record = writer.Job("killed", True, info, list(range(20)), (1, 64))
 region = writer.Ring(record.row_bytes, pinned=False).take(record.row_bytes, users=1)
-record.parts.put(writer.Part(region, region.memory, lambda: None))
+record.parts.put(writer.Part(region, region.memory, region.memory[:0], lambda: None))
 writer.FileSink(Storage(sys.argv[1])).write(record)
 """
 
@@ -450,7 +466,7 @@ def test_rows_wait_in_the_store_while_the_ring_is_full_and_come_in_their_order()
         part = record.parts.get(timeout=30)
         part.region.release()
         transfer.advance()
-        return len(part.memory) // ROW_BYTES
+        return len(part.values) // ROW_BYTES
 
     def is_done() -> list[bool]:
         return [was_read() for was_read in were_read]

@@ -21,13 +21,25 @@ def runs() -> list[Run]:
     return [run for run in GOALS if (RESULTS / f"{run.name}.json").exists()]
 
 
+def busy(run: Run, mode: str, batch: str) -> float | None:
+    """In ms a step, without waits for another GPU."""
+    found = run.get(mode, "gpu_busy_ms", batch)
+    return None if found is None else found - (run.get(mode, "gpu_waiting_ms", batch) or 0.0)
+
+
+def ratio(run: Run, mode: str, batch: str) -> float | None:
+    """Over vLLM's."""
+    found, theirs = busy(run, mode, batch), busy(run, THEIRS, batch)
+    return None if found is None or theirs is None else found / theirs
+
+
 def cheap_on_gpu() -> str:
     rows = []
     for run in runs():
         for batch in run.batches:
-            busy = [show(run.get(mode, "gpu_busy_ms", batch), 2) for mode in (THEIRS, FULL, CHEAP)]
-            ratios = [show(run.ratio("gpu_busy_ms", mode, THEIRS, batch), 2) for mode in (FULL, CHEAP)]
-            rows.append([run.label, batch, *busy, *ratios, show(GOALS[run][batch], 2)])
+            spent = [show(busy(run, mode, batch), 2) for mode in (THEIRS, FULL, CHEAP)]
+            over = [show(ratio(run, mode, batch), 2) for mode in (FULL, CHEAP)]
+            rows.append([run.label, batch, *spent, *over, show(GOALS[run][batch], 2)])
     head = ["GPUs", "batch", MODES[THEIRS], MODES[FULL], "with both options", "full over vLLM's", "cheap over vLLM's"]
     return table([*head, "goal"], rows)
 
@@ -36,11 +48,17 @@ def cheap_says() -> str:
     missed = []
     for run in runs():
         for batch in run.batches:
-            ratio, goal = run.ratio("gpu_busy_ms", CHEAP, THEIRS, batch) or 1.0, GOALS[run][batch]
-            if round(ratio, 2) > goal:
+            reached, goal = ratio(run, CHEAP, batch) or 1.0, GOALS[run][batch]
+            if round(reached, 2) > goal:
                 gpus = "" if run is RUN else f" on {run.label} GPUs"
-                missed.append(f"{ratio:.2f} with {batch} requests{gpus}, where it was {goal}")
-    return sentences(f"The goal is {'missed: ' + '; '.join(missed) if missed else 'met'}.")
+                missed.append(f"{reached:.2f} with {batch} requests{gpus}, where it was {goal}")
+    waits = [ON_TWO.get(mode, "gpu_waiting_ms", batch) or 0.0 for mode in (THEIRS, CHEAP) for batch in ON_TWO.batches]
+    steps = [f"{ON_TWO.ratio('step_ms', CHEAP, THEIRS, batch) or 1.0:.2f} with {batch}" for batch in ON_TWO.batches]
+    return sentences(f"""
+        The goal is {"missed: " + "; ".join(missed) if missed else "met"}. On two GPUs the first waited up to
+        {max(waits):.1f} ms a step for the other, which is left out; the host is the slower one there, and a whole step
+        takes {", ".join(steps)} requests of the time of vLLM's.
+    """)
 
 
 def acceptance() -> Iterator[tuple[str, dict[str, Any], dict[str, float]]]:

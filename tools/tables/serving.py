@@ -6,7 +6,8 @@ from typing import Any
 from bench.spread import show_quartiles
 from tools.tables.records import record, sentences, show, show_ratio, span, table
 
-SERVED, LONGER = "serving-h200", "serving-h200-long"
+SERVED, LONGER, LONGER_LATER = "serving-h200", "serving-h200-long", "serving-h200-long-cut"
+SHARED = "serving-h200-shared"
 ARRIVALS, PARTS = "arrivals-h200", "arrivals-h200-parts"
 MODES = {"none": "no speculation", "upstream-v2": "vLLM's on V2", "ours-v2": "this package on V2"}
 CHEAP = "ours-v2-cheap"
@@ -144,6 +145,32 @@ def arrivals_say() -> str:
     """)
 
 
+def longer_says() -> str:
+    """Of a later run of more concurrencies, whose last cell is missing."""
+    modes = record(LONGER_LATER)["modes"]
+    found = []
+    for length, figures in modes["ours-v2"]["prompts"].items():
+        ours = figures[TOKENS]
+        over = {
+            x: [ours[x]["median"] / modes[base]["prompts"][length][TOKENS][x]["median"] for base in GOALS] for x in ours
+        }
+        cells = "; ".join(f"{theirs:.2f} and {none:.2f} at {x}" for x, (theirs, none) in over.items())
+        found.append(f"with prompts of {length} {cells}")
+    return sentences(f"""
+        A later run, of more requests at a time and only as far as the device's time went, gave these multiples of
+        vLLM's tokens/s and of no speculation's: {", and ".join(found)}. Below one is slower.
+    """)
+
+
+def shared_says() -> str:
+    settings = record(SHARED)["settings"]
+    (length,) = settings["prompt_tokens"]
+    return sentences(f"""
+        The same with {settings["shared_prefix"]:.2f} of every prompt of {length} tokens the same in all, which the
+        prefix cache has:
+    """)
+
+
 def parts() -> str:
     """Where the host's time goes in a step, in ms."""
     modes, settings = record(PARTS)["modes"], record(PARTS)["settings"]
@@ -166,6 +193,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-says": says,
     "served-cheap": cheap,
     "served-longer": lambda: cells(LONGER),
+    "served-longer-says": longer_says,
+    "served-shared": lambda: cells(SHARED),
+    "served-shared-says": shared_says,
     "host-parts": parts,
     "arrivals": arrivals,
     "arrivals-say": arrivals_say,
