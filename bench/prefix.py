@@ -12,6 +12,7 @@ from bench.reference import TINY_CHECKPOINTS, has_reference
 from bench.reference.acceptance import reference_acceptance
 from bench.spread import quartiles
 from bench.tables import table
+from bench.workers.host_parts import PARTS, mean_parts
 from bench.workers.prefix import MODES, SCENARIOS
 
 SCHEMA = "vllm-mtp-proposers/prefix/1"
@@ -38,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-once", type=int, default=4, help="users at the same time, and sessions")
     parser.add_argument("--output-tokens", type=int, default=24, help="of each request")
     parser.add_argument("--runs", type=int, default=3, help="of every scenario in each process")
+    parser.add_argument(
+        "--host-parts",
+        action="store_true",
+        help="clock the parts of the engine, too: where its thread is until a first token, and how long it proposes",
+    )
     parser.add_argument("--dtype", help="default: float32, or what a tiny checkpoint of the architecture has")
     add_engine_argument(parser)
     add_json_argument(parser)
@@ -50,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     with the_model(args) as model:
         result = measure_modes(args, model, modes)
     print(format_table(result))
+    if args.host_parts:
+        print(format_host_parts(result))
     write_record(result, args.json)
     return 0
 
@@ -76,6 +84,7 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         "runs": args.runs,
         "engine": defaults | args.engine,
         "interpreted": interpreted,
+        "host_parts": args.host_parts,
     }
     text = scenario_texts(args, model)
     spec = {
@@ -131,7 +140,11 @@ def scenario_texts(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]:
-    """A mode's entry of a scenario: hits of its first run, acceptance of all, medians of times."""
+    """A mode's entry of a scenario: hits of its first run, acceptance of all, medians of times.
+
+    Where the engine's parts were clocked, `ttft_host_ms` has the mean of each over the first tokens, so that they add
+    up to the mean TTFT. On CUDA `ttft_drafting_ms` is the device's, and `propose` among these is the host's.
+    """
     drafts = sum(run["num_drafts"] for run in runs)
     length = 1 + sum(run["num_accepted"] for run in runs) / drafts if drafts else 1.0
     exact = None
@@ -140,6 +153,7 @@ def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]
         exact = _exact_length(str(model), runs[0]["streams"], k)
     ttft = [ms for run in runs for ms in run["ttft_ms"]]
     drafting = [ms for run in runs for ms in run["ttft_drafting_ms"]]
+    host = [parts for run in runs for parts in run["ttft_host_ms"]]
     spread = {
         "ttft_ms": quartiles(ttft),
         "ttft_drafting_ms": quartiles(drafting),
@@ -152,6 +166,7 @@ def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]
         **{name: figure["median"] for name, figure in spread.items()},
         "acceptance_length": round(length, 4),
         "acceptance_vs_reference": None if exact is None else round(length / exact, 4),
+        **({"ttft_host_ms": mean_parts(host)} if host else {}),
         "spread": spread,
     }
 
@@ -183,4 +198,13 @@ def format_table(result: dict[str, Any]) -> str:
                     f"{entry['output_tokens_per_s']:.0f}",
                 ]
             )
+    return table(rows)
+
+
+def format_host_parts(result: dict[str, Any]) -> str:
+    """The mean ms of each part of the host's time up to a first token."""
+    rows = [["scenario", "mode", *PARTS]]
+    for name, scenario in result["scenarios"].items():
+        for mode, entry in scenario["modes"].items():
+            rows.append([name, mode, *(f"{ms:.2f}" for ms in entry["ttft_host_ms"].values())])
     return table(rows)

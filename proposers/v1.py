@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from mtp.attention import can_be_captured
@@ -165,7 +166,11 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         discard_request_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The host books sampled tokens after the pass.
-        self._batch = DraftBatch(requests, gpu_input_batch, np.zeros(gpu_input_batch.num_reqs, dtype=np.int32))
+        num_reqs = gpu_input_batch.num_reqs
+        self._batch = DraftBatch(requests, gpu_input_batch, np.zeros(num_reqs, dtype=np.int32))
+        if self.device.type == "cpu" and sampled_token_ids.shape[1] == 1:
+            # The host's kernel wakes its threads for a token a request. `propose` knows what follows a prompt's chunk.
+            return sampled_token_ids[:, 0], (~discard_request_mask[:num_reqs]).int()
         return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
 
     def prepare_next_token_ids_cpu(
@@ -179,6 +184,16 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids], dtype=np.int32)
         self._batch = DraftBatch(requests, gpu_input_batch, num_sampled)
         return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
+
+    def prepare_inputs_padded(
+        self,
+        common_attn_metadata: CommonAttentionMetadata,
+        spec_decode_metadata: SpecDecodeMetadata,
+        valid_sampled_tokens_count: torch.Tensor,
+    ) -> tuple[CommonAttentionMetadata, torch.Tensor | None, torch.Tensor | None]:
+        if spec_decode_metadata.max_spec_len == 0:  # where nobody had drafts, nothing was rejected
+            return common_attn_metadata, None, None
+        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
 
     # A drafting pass.
 

@@ -88,6 +88,14 @@ class HostClock:
             step[REST] = (end - start) * 1e3 - sum(step.values())
         return [dict(step) for step in steps[:-1]]
 
+    def between(self, start: float, end: float) -> dict[str, float]:
+        """The ms of each part from `start` to `end`, by `time.perf_counter`, when none of the functions runs."""
+        spent: dict[str, float] = defaultdict(float)
+        for part, began, ms in self.calls:
+            if start <= began < end:
+                spent[part] += ms
+        return {**spent, REST: (end - start) * 1e3 - sum(spent.values())}
+
 
 def _classes_of_async_outputs() -> Iterable[type]:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput

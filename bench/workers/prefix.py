@@ -9,6 +9,7 @@ from typing import Any
 from bench.device import for_device
 from bench.processes import report_progress, take_turn
 from bench.workers.engine import acceptance_counters, describe_engine, keep_engine_in_process, run_batch, run_worker
+from bench.workers.host_parts import HostClock
 from bench.workers.propose_times import take_propose_times, time_propose
 
 # `MTP_PROPOSERS` of each mode, and what is added to the speculative config.
@@ -86,6 +87,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     engine = describe_engine(llm)
     assert_drafted_for(spec["mode"], engine["proposer"])
     llm.collective_rpc(time_propose, args=(True,))
+    clock = HostClock() if spec["host_parts"] else None
+    if clock is not None:
+        clock.watch_engine(llm)
     take_turn()
     report_progress("warming up")
     for name in SCENARIOS:
@@ -95,7 +99,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         for name in SCENARIOS:
             take_turn()
             report_progress(f"{name}, run {repeat + 1} of {spec['runs']}")
-            runs[name].append(play(llm, spec, name, str(repeat)))
+            runs[name].append(play(llm, spec, name, str(repeat), clock))
     return {**engine, "runs": runs}
 
 
@@ -105,20 +109,30 @@ def assert_drafted_for(mode: str, proposer: str | None) -> None:
     assert ours == (MODES[mode][0] == "on"), f"In mode {mode} drafts are made by {proposer}: is the plugin installed?"
 
 
-def play(llm: Any, spec: dict[str, Any], name: str, tag: str) -> dict[str, Any]:
-    """A scenario from an empty prefix cache on: what it took, and what it found in the cache."""
+def play(llm: Any, spec: dict[str, Any], name: str, tag: str, clock: HostClock | None = None) -> dict[str, Any]:
+    """A scenario from an empty prefix cache on: what it took, and what it found in the cache.
+
+    Args:
+        clock: of the engine's parts, which is read for each first token, and then emptied.
+    """
     llm.reset_prefix_cache()
     hits, (drafts, accepted) = prefix_hits(llm), acceptance_counters(llm)
     streams: list[tuple[list[int], list[int]]] = []
     ttft_ms: list[float] = []
     drafting_ms: list[float] = []
+    host_ms: list[dict[str, float]] = []
     seconds = 0.0
     for index, (prompts, done) in enumerate(_batches(llm, spec, name, tag)):
         streams += zip(prompts, done["token_ids"], strict=True)
         seconds += done["seconds"]
         if index:  # the first have nothing to hit
+            moments = [done["started"] + ms / 1e3 for ms in done["ttft_ms"]]
             ttft_ms += done["ttft_ms"]
-            drafting_ms += [drafting_before(done["started"] + ms / 1e3, done["passes"]) for ms in done["ttft_ms"]]
+            drafting_ms += [drafting_before(moment, done["passes"]) for moment in moments]
+            if clock is not None:
+                host_ms += [clock.between(done["started"], moment) for moment in moments]
+        if clock is not None:
+            clock.calls.clear()
     drafts_now, accepted_now = acceptance_counters(llm)
     before: Sequence[int] = accepted or [0] * len(accepted_now)
     return {
@@ -126,6 +140,7 @@ def play(llm: Any, spec: dict[str, Any], name: str, tag: str) -> dict[str, Any]:
         "hit_tokens": prefix_hits(llm) - hits,
         "ttft_ms": ttft_ms,
         "ttft_drafting_ms": drafting_ms,
+        "ttft_host_ms": host_ms,
         "seconds": seconds,
         "output_tokens": sum(len(output) for _, output in streams),
         "num_drafts": drafts_now - drafts,

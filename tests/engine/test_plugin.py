@@ -10,6 +10,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_model_runner
 
 from mtp.plan import DraftDescriptor
@@ -21,7 +23,7 @@ from proposers.v1 import MultiGroupProposer
 from tests.support import scenarios
 from tests.support.children import TINY, run_python
 from tests.support.forked_engine import run
-from tests.support.rig import CPU, make_config
+from tests.support.rig import CPU, greedy_sampling, make_config
 
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 
@@ -235,3 +237,22 @@ def test_what_a_request_asks_for_reaches_every_one_of_its_drafts(
     result = rejection_sampler.expand_batch_to_tokens(per_request, ends, 6, replace_from=0, replace_to=1)
     assert result.dtype == per_request.dtype
     assert result.tolist() == expanded
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_step_in_which_nobody_has_drafts_is_sampled_and_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_model_runner.Step3p5MTPProposer(make_config(), CPU, None)
+    verified: list[list[int]] = []
+
+    def rejection_sample(draft_token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        verified.append(draft_token_ids.tolist())
+        return torch.zeros(2, 2, dtype=torch.int32)
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sample)
+    sampler = rejection_sampler.RejectionSampler(Sampler())
+    logits = torch.tensor([[0.0, 2, 1], [3, 0, 1], [0, 1, 2]])
+    nothing = SpecDecodeMetadata.make_dummy([[], [], []], CPU)
+    assert sampler(nothing, None, logits, greedy_sampling()).sampled_token_ids.tolist() == [[1], [0], [2]]
+    assert verified == []
+    sampler(SpecDecodeMetadata.make_dummy([[5], []], CPU), None, logits, greedy_sampling())
+    assert verified == [[5]]

@@ -1,14 +1,16 @@
 """Which rows of a module are computed, and which of them to the end."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import CUDAGraphMode, KVTransferConfig
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mtp.passes import Execution
 from proposers.v1 import MultiGroupProposer
-from tests.support.rig import WINDOW, Batch, SpyModel, full, make_config, make_rig, sliding
+from tests.support.rig import CPU, WINDOW, Batch, SpyModel, full, make_config, make_rig, sliding
 
 BATCH = Batch(seq_lens=[33, 40], query_lens=[33, 4])
 LAST_ROWS = [32, 36]
@@ -98,3 +100,21 @@ def test_a_row_without_a_draft_to_consume_takes_a_token_that_does_not_depend_on_
         inputs.append([forward.input_ids[:4] for forward in rig.forwards])
     assert inputs[0] == inputs[1]
     assert inputs[0] == [[1, 2, 3, 7], [2, 3, 7, 7], [3, 7, 7, 7]]
+
+
+def test_where_nobody_has_drafts_the_pass_has_the_steps_own_rows_and_metadata() -> None:
+    proposer = make_rig(MultiGroupProposer, make_config(), [full(32), sliding(32), sliding(32)]).proposer
+    host = super(MultiGroupProposer, proposer)
+    batch, goes_on = SimpleNamespace(num_reqs=2, req_ids=["a", "b"], vocab_size=99), torch.tensor([False, True, True])
+    batch.num_tokens_no_spec, known = [3, 3], SimpleNamespace(get_token_id=lambda position: 50)
+    sampled = torch.tensor([[7], [8]], dtype=torch.int32)
+    arguments = sampled, {"a": known, "b": known}, batch, goes_on
+    (ours, counts), (theirs, host_counts) = (x.prepare_next_token_ids_padded(*arguments) for x in (proposer, host))
+    assert counts.tolist() == host_counts.tolist() == [1, 0]
+    assert ours[0] == theirs[0] == 7  # the other's is the prompt's, which the pass looks up
+    assert (ours.dtype, counts.dtype) == (theirs.dtype, host_counts.dtype)
+
+    starts = torch.tensor([0, 5, 9], dtype=torch.int32)
+    cad: Any = SimpleNamespace(query_start_loc_cpu=starts)
+    no_drafts = SpecDecodeMetadata.make_dummy([[], []], CPU)
+    assert proposer.prepare_inputs_padded(cad, no_drafts, counts) == (cad, None, None)

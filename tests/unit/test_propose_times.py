@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.prefix import summarise
+from bench.prefix import format_host_parts, summarise
+from bench.workers.host_parts import PARTS, REST, Call, HostClock
 from bench.workers.prefix import assert_drafted_for, drafting_before
 from bench.workers.propose_times import take_propose_times, time_propose
 from tests.support.children import TINY
@@ -40,10 +41,25 @@ def test_of_a_pass_that_is_running_the_part_before_counts(moment: float, ms: flo
 def test_a_record_has_medians_of_what_is_left_of_each_request() -> None:
     run: dict[str, Any] = {
         "prompt_tokens": 9, "hit_tokens": 4, "num_drafts": 0, "num_accepted": 0, "output_tokens": 6, "seconds": 2.0,
+        "ttft_host_ms": [],
     }  # fmt: skip
     times = [([10.0, 30.0], [2.0, 25.0]), ([20.0], [4.0])]
     entry = summarise([run | {"ttft_ms": a, "ttft_drafting_ms": b} for a, b in times], TINY, 3)
     assert (entry["ttft_ms"], entry["ttft_drafting_ms"], entry["ttft_less_drafting_ms"]) == (20, 4, 8)
+    assert "ttft_host_ms" not in entry
+    run["ttft_host_ms"] = [{"target": 4.0, "propose": 1.0}, {"target": 6.0}]
+    entry = summarise([run | {"ttft_ms": [1.0], "ttft_drafting_ms": [0.0]}], TINY, 3)
+    assert entry["ttft_host_ms"] == dict.fromkeys(PARTS, 0.0) | {"target": 5.0, "propose": 0.5}
+    shown = format_host_parts({"scenarios": {"growing": {"modes": {"ours": entry}}}})
+    assert shown.splitlines()[-1].split()[:2] == ["growing", "ours"]
+    assert "5.00" in shown
+
+
+def test_the_parts_up_to_a_first_token_are_those_that_began_since_it_was_asked_for() -> None:
+    clock = HostClock()
+    clock.calls = [Call("target", began, ms) for began, ms in [(0.5, 9.0), (1.0, 2.0), (1.5, 3.0), (2.0, 7.0)]]
+    clock.calls.append(Call("propose", 1.2, 4.0))
+    assert clock.between(1.0, 2.0) == {"target": 5.0, "propose": 4.0, REST: pytest.approx(991.0)}
 
 
 def test_a_mode_of_this_package_that_somebody_else_drafts_in_is_an_error() -> None:
