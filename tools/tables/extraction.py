@@ -80,8 +80,8 @@ def on_gpu_says() -> str:
     return sentences(f"""
         Without a pause there are {"; ".join(kept)}, which is {speed} GB/s. The goal was 0.95 of the one or 0.9 of the
         other, whichever is less. Beside drafts on V2, in memory, {beside["of_mtp_steady"]:.2f} of the tokens/s of
-        drafts alone (the goal was 0.97), {beside["of_mtp_prefill"]:.2f} in a prefill and {beside["of_mtp_decode"]:.2f} in
-        decoding.
+        drafts alone (the goal was 0.97), {beside["of_mtp_prefill"]:.2f} in a prefill and
+        {beside["of_mtp_decode"]:.2f} in decoding.
     """)
 
 
