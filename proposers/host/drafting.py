@@ -163,9 +163,7 @@ def draft_up_to_the_limit(original: Any) -> Any:
         if common_attn_metadata is None:
             return False
         return (
-            _drafts_on_v1(self.drafter)
-            or original(self, common_attn_metadata)
-            or keyed_lookahead(self.vllm_config) > 0
+            _drafts_on_v1(self.drafter) or original(self, common_attn_metadata) or keyed_lookahead(self.vllm_config) > 0
         )
 
     return _input_fits_in_drafter
