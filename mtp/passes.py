@@ -36,7 +36,7 @@ from mtp.graphs import PassGraphs, PassShape, uneven_shapes
 from mtp.groups import KVGroups
 from mtp.kernels.window import shift_rows
 from mtp.plan import DraftDescriptor, DraftPlan
-from mtp.rows import PassInputs
+from mtp.rows import Layers, PassInputs
 from mtp.slots import write_slot_mappings
 from mtp.window import History, Window, build_window, for_other_rows, prompt_reach, step_as_window
 
@@ -49,17 +49,6 @@ class Execution(NamedTuple):
     mode: CUDAGraphMode
     num_input_tokens: int
     num_tokens_across_dp: torch.Tensor | None
-
-
-class Layers(NamedTuple):
-    """What the draft's attention layers need for some rows, by layer name.
-
-    Attributes:
-        slot_mapping: views of the groups' buffers.
-    """
-
-    attn_metadata: dict[str, object]
-    slot_mapping: dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -263,7 +252,7 @@ class DraftPasses(GroupProposer, ABC):
         as_it_is = self.history is None and not drafts.captured and not self._is_limited
         slot_mapping = self._step_slots(cad) if as_it_is else None
         if slot_mapping is not None:
-            return step_as_window(inputs.rows, cad, slot_mapping)
+            return step_as_window(inputs.rows, cad, slot_mapping, drafts.num_steps > self.plan.chain_length)
         return build_window(inputs.rows, cad, self.history, inputs.history_slots, drafts.captured, inputs.num_unread)
 
     def _run_chain(
@@ -282,13 +271,7 @@ class DraftPasses(GroupProposer, ABC):
             after the chain's; else None.
         """
         execution = self._execution(window.num_rows, drafts)
-        self._write_slots(window, execution.num_input_tokens)
-        layers = self._prepare_layers(
-            window.cad,
-            execution,
-            step=0,
-            fills_device=drafts.captured and window.cad.max_query_len > 1 + self.plan.num_speculative_tokens,
-        )
+        layers = self._window_layers(window, inputs, execution, drafts)
         if self.chain is not None and self._can_be_compiled(drafts, execution, window.num_rows):
             return self._run_compiled(self.chain, window, inputs, layers, execution, drafts)
         token_ids, hidden = window.token_ids, window.hidden_states
@@ -308,14 +291,26 @@ class DraftPasses(GroupProposer, ABC):
             feeds_next = self.descriptor.hidden_states_flow and module + 1 < self.plan.chain_length
             wanted = None if feeds_next else window.last_rows
             for_head, for_next = self._forward(arguments, layers, window.num_rows, execution, wanted)
-            last_rows = window.last_rows if wanted is None else slice(None)
             if feeds_next:
                 hidden = for_next[: window.num_rows]
             if module == 0 and drafts.num_steps > self.plan.chain_length:
-                first_hidden = for_next[last_rows]
+                first_hidden = for_next if wanted is not None else for_next[window.last_rows]
             if module < drafts.num_steps:
-                self._sample(module, for_head[last_rows], window.last_positions, window, drafts)
+                at_last = for_head if wanted is not None else for_head[window.last_rows]
+                self._sample(module, at_last, window.last_positions, window, drafts)
         return first_hidden
+
+    def _window_layers(self, window: Window, inputs: PassInputs, execution: Execution, drafts: Drafts) -> Layers:
+        is_step = window.slot_mapping is not None and execution.num_input_tokens == window.num_rows
+        if is_step and inputs.layers is not None:
+            return inputs.layers
+        self._write_slots(window, execution.num_input_tokens)
+        return self._prepare_layers(
+            window.cad,
+            execution,
+            step=0,
+            fills_device=drafts.captured and window.cad.max_query_len > 1 + self.plan.num_speculative_tokens,
+        )
 
     # The chain, compiled.
 
@@ -380,6 +375,7 @@ class DraftPasses(GroupProposer, ABC):
             hidden: `[num_reqs, hidden_size]`, module 0's at the last valid rows.
         """
         num_reqs, modules = target_cad.batch_size(), range(self.plan.chain_length)
+        assert window.last_positions is not None
         execution = self._execution(num_reqs, drafts)
         rope_positions = window.positions[..., window.last_rows]
         req_indices = self._one_row_starts[:num_reqs]
@@ -409,7 +405,7 @@ class DraftPasses(GroupProposer, ABC):
         return positions.clamp(max=self.draft_max_model_len - 1)
 
     def _sample(
-        self, step: int, hidden: torch.Tensor, seq_positions: torch.Tensor, window: Window, drafts: Drafts
+        self, step: int, hidden: torch.Tensor, seq_positions: torch.Tensor | None, window: Window, drafts: Drafts
     ) -> None:
         """Adds the step's draft. From a row past the draft's limit it is what the head makes of nothing: such a row
         attends to rows that nobody wrote.
@@ -419,6 +415,7 @@ class DraftPasses(GroupProposer, ABC):
             seq_positions: `[num_reqs]`, of these rows.
         """
         if self._is_limited:
+            assert seq_positions is not None
             hidden = hidden.masked_fill((seq_positions >= self.draft_max_model_len)[:, None], 0)
         self._sample_step(step, hidden, window, drafts)
 

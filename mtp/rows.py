@@ -28,6 +28,17 @@ class StepRows:
     last_rows: torch.Tensor | None = None
 
 
+class Layers(NamedTuple):
+    """What attention layers need for some rows, by layer name.
+
+    Attributes:
+        slot_mapping: views of the groups' buffers, or the host's.
+    """
+
+    attn_metadata: dict[str, object]
+    slot_mapping: dict[str, torch.Tensor]
+
+
 class PassInputs(NamedTuple):
     """What a pass reads of a step, beside its attention metadata.
 
@@ -38,6 +49,8 @@ class PassInputs(NamedTuple):
             its prompt does, and -1 for other requests; None where there is no such chunk.
         num_unread: `[num_reqs]` integer on the host, how many of each request's first rows no draft will depend on:
             the window begins after them. None: none of any request.
+        layers: what the host has made of the step's rows for the draft's layers, as it would be made for a pass over
+            them; None: it is to be made.
     """
 
     rows: StepRows
@@ -45,6 +58,7 @@ class PassInputs(NamedTuple):
     history_slots: torch.Tensor | None
     prompt_token_ids: torch.Tensor | None = None
     num_unread: np.ndarray | None = None
+    layers: Layers | None = None
 
 
 @dataclass
@@ -74,7 +88,7 @@ class RowLayout:
 
     Attributes:
         req_indices: `[num_rows]` int64, each row's request. None, as `seq_positions`, where the rows are those of the
-            step, whose slots the host has.
+            step, whose slots the host has; so are `last_positions` where no slide goes by them.
         seq_positions: `[num_rows]` int64 sequence positions; -1 for rows that must not be written.
         token_ids: `[num_rows]` integer, each row's own token t_p.
         positions: rotary positions, `[num_rows]` or `[3, num_rows]` int64.
@@ -90,5 +104,5 @@ class RowLayout:
     positions: torch.Tensor
     hidden_states: torch.Tensor
     last_rows: torch.Tensor
-    last_positions: torch.Tensor
+    last_positions: torch.Tensor | None
     seq_lens: torch.Tensor

@@ -160,7 +160,9 @@ def build_window(
     return Window(**{field.name: getattr(layout, field.name) for field in fields(layout)}, cad=window_cad)
 
 
-def step_as_window(rows: StepRows, cad: CommonAttentionMetadata, slot_mapping: torch.Tensor) -> Window:
+def step_as_window(
+    rows: StepRows, cad: CommonAttentionMetadata, slot_mapping: torch.Tensor, slides: bool = True
+) -> Window:
     """The window of a draft of one module: the step itself, since there is nothing to repair.
 
     Rejected rows are written, too, and are written again when their positions are run again: nobody attends to them
@@ -168,6 +170,7 @@ def step_as_window(rows: StepRows, cad: CommonAttentionMetadata, slot_mapping: t
 
     Args:
         slot_mapping: `[num_tokens]` int64 or more, the host's slots of the step's rows.
+        slides: there are drafts after the chain's.
     """
     last_rows = rows.last_rows
     if last_rows is None:
@@ -179,7 +182,7 @@ def step_as_window(rows: StepRows, cad: CommonAttentionMetadata, slot_mapping: t
         positions=rows.positions,
         hidden_states=rows.hidden_states,
         last_rows=last_rows,
-        last_positions=cad.seq_lens.long() - 1 - rows.num_rejected,
+        last_positions=cad.seq_lens.long() - 1 - rows.num_rejected if slides else None,
         seq_lens=cad.seq_lens,
         cad=cad,
         slot_mapping=slot_mapping[: rows.token_ids.shape[0]],

@@ -4,6 +4,7 @@ vLLM calls `register` in every process, sometimes twice. It imports nothing heav
 until everything that it is going to change has been checked, and raises where it finds another host than it knows.
 """
 
+import importlib
 import os
 from enum import StrEnum
 
@@ -45,6 +46,7 @@ def register() -> None:
     from proposers.host.patching import apply_patches, check_patches, check_vllm_version
 
     check_vllm_version(vllm.__version__)
+    _import_cpu_worker()
     if mode is Mode.UPSTREAM:
         apply_patches(host.START_UP, vllm.__version__)
         return
@@ -52,6 +54,17 @@ def register() -> None:
     apply_patches(host.START_UP + host.ON, vllm.__version__)
     _register_models()
     _register_connector()
+
+
+def _import_cpu_worker() -> None:
+    """Has vLLM's CPU worker replace functions of vLLM's before patches import the modules that take them by name.
+
+    Such a module would go on with the functions for a GPU, as without this package it doesn't.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
 def _register_models() -> None:

@@ -6,6 +6,7 @@ the input buffers. `initialize_attn_backend` binds the groups, `set_per_group_at
 tables in every step, `propose` uses both. What a pass does is in `mtp/passes.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from mtp.attention import can_be_captured
 from mtp.chain import compile_chain
 from mtp.groups import bind_kv_groups, layers_by_module, make_attn_groups
 from mtp.passes import Drafts, Execution
-from mtp.rows import PassInputs, StepRows
+from mtp.rows import Layers, PassInputs, StepRows
 from mtp.window import History, Window
 from proposers.architecture import Architecture
 from proposers.drafter import ArchitecturePasses
@@ -41,18 +42,14 @@ class DraftBatch(NamedTuple):
     """The host's view of the requests that are drafted for.
 
     Attributes:
-        num_sampled: `[num_reqs]`, how many tokens of this step `input_batch` counts in already.
+        num_tokens: `[num_reqs]`, how many tokens were known before this step sampled: of a prompt, all of it.
+        has_chunk_ends: a chunk may end before its prompt.
     """
 
     requests: dict[str, CachedRequestState]
     input_batch: InputBatch
-    num_sampled: np.ndarray
-
-    @property
-    def num_tokens(self) -> npt.NDArray[np.int32]:
-        """`[num_reqs]`, how many tokens were known before this step sampled: of a prompt, all of it."""
-        known: npt.NDArray[np.int32] = self.input_batch.num_tokens_no_spec[: len(self.num_sampled)] - self.num_sampled
-        return known
+    num_tokens: npt.NDArray[np.int32]
+    has_chunk_ends: bool = True
 
 
 @dataclass(slots=True)
@@ -96,7 +93,10 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         super().__init__(vllm_config, device, runner)
         self.init_architecture(architecture, vllm_config, self.max_batch_size)
         self._batch: DraftBatch | None = None
+        self._step_metadata: dict[str, object] | None = None
         self._may_capture = False
+        # On a CPU no graph reads the buffers. A compiled model knows how M-RoPE's positions lie there.
+        self._takes_rows = device.type == "cpu" and not self.uses_mrope and not self.supports_mm_inputs
         self._none_rejected = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
         self._fixed_forwards = vllm_config.parallel_config.data_parallel_size > 1
         if self.plan.chain_length > 1:
@@ -166,24 +166,15 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         discard_request_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The host books sampled tokens after the pass.
-        num_reqs = gpu_input_batch.num_reqs
-        self._batch = DraftBatch(requests, gpu_input_batch, np.zeros(num_reqs, dtype=np.int32))
-        if self.device.type == "cpu" and sampled_token_ids.shape[1] == 1:
-            # The host's kernel wakes its threads for a token a request. `propose` knows what follows a prompt's chunk.
-            return sampled_token_ids[:, 0], (~discard_request_mask[:num_reqs]).int()
-        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
-
-    def prepare_next_token_ids_cpu(
-        self,
-        sampled_token_ids: list[list[int]],
-        requests: dict[str, CachedRequestState],
-        gpu_input_batch: InputBatch,
-        num_scheduled_tokens: dict[str, int],
-    ) -> torch.Tensor:
-        # Without padding the host books them before it.
-        num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids], dtype=np.int32)
-        self._batch = DraftBatch(requests, gpu_input_batch, num_sampled)
-        return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
+        num_tokens = gpu_input_batch.num_tokens_no_spec[: gpu_input_batch.num_reqs]
+        if self.device.type != "cpu":
+            self._batch = DraftBatch(requests, gpu_input_batch, num_tokens)
+            return super().prepare_next_token_ids_padded(
+                sampled_token_ids, requests, gpu_input_batch, discard_request_mask
+            )
+        are_discarded = discard_request_mask[: len(num_tokens)].tolist()
+        self._batch = DraftBatch(requests, gpu_input_batch, num_tokens, any(are_discarded))
+        return take_sampled(sampled_token_ids.tolist(), are_discarded, gpu_input_batch.vocab_size)
 
     def prepare_inputs_padded(
         self,
@@ -193,7 +184,36 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
     ) -> tuple[CommonAttentionMetadata, torch.Tensor | None, torch.Tensor | None]:
         if spec_decode_metadata.max_spec_len == 0:  # where nobody had drafts, nothing was rejected
             return common_attn_metadata, None, None
-        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
+        if self.device.type != "cpu":
+            return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
+        sampled = zip(spec_decode_metadata.num_draft_tokens, valid_sampled_tokens_count.tolist(), strict=True)
+        num_rejected = [num_drafts + 1 - count if num_drafts else 0 for num_drafts, count in sampled]
+        ends = common_attn_metadata.query_start_loc.tolist()[1:]
+        last_rows = [end - 1 - count for end, count in zip(ends, num_rejected, strict=True)]
+        # Without graphs nothing of the metadata is padding.
+        return common_attn_metadata, int32(last_rows), int32(num_rejected)
+
+    def prepare_next_token_ids_cpu(
+        self,
+        sampled_token_ids: list[list[int]],
+        requests: dict[str, CachedRequestState],
+        gpu_input_batch: InputBatch,
+        num_scheduled_tokens: dict[str, int],
+    ) -> torch.Tensor:
+        # Without padding the host books them before it, and leaves the rejected rows out.
+        num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids], dtype=np.int32)
+        num_tokens = gpu_input_batch.num_tokens_no_spec[: len(num_sampled)] - num_sampled
+        self._batch, self._step_metadata = DraftBatch(requests, gpu_input_batch, num_tokens), None
+        return super().prepare_next_token_ids_cpu(sampled_token_ids, requests, gpu_input_batch, num_scheduled_tokens)
+
+    def take_step_metadata(self, attn_metadata: dict[str, object] | list[dict[str, object]]) -> None:
+        """Takes the attention metadata that the host has built of its step for all layers, the draft's among them.
+
+        On a CPU the pass of one module, whose rows are the step's, has no other. Elsewhere a backend may build it
+        otherwise for drafts, and a graph of the step's pads it.
+        """
+        on_cpu = self.device.type == "cpu"
+        self._step_metadata = attn_metadata if on_cpu and isinstance(attn_metadata, dict) else None
 
     # A drafting pass.
 
@@ -248,15 +268,16 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         history_slots = None if self.history is None else self._assign_history(batch)
         if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
             sampling_metadata = None
-        chain_length = self.plan.chain_length
-        prompt = None if batch is None else chunk_ends(batch.input_batch, batch.num_tokens, cad, chain_length)
+        prompt = unread = None
+        if batch is not None and batch.has_chunk_ends:
+            prompt = chunk_ends(batch.input_batch, batch.num_tokens, cad, self.plan.chain_length)
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
-        query_lens = np.diff(cad.query_start_loc_cpu.numpy())
-        upper = None if cad.seq_lens_cpu_upper_bound is None else cad.seq_lens_cpu_upper_bound.numpy()
-        unread = None if batch is None else self.unread_rows(query_lens, upper, batch.num_tokens)
-        inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids, unread)
+        if batch is not None and self.prompt_reach is not None:
+            unread = self.unread_rows(*lens_on_host(cad), batch.num_tokens)
+        layers = self._layers_of_step(slot_mappings)
+        inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids, unread, layers)
         graphs = self.graphs if sampling_metadata is None else None
-        if graphs and (replay := graphs.plan(query_lens, upper, prompt is not None, num_unread=unread)):
+        if graphs and (replay := graphs.plan(*lens_on_host(cad), prompt is not None, num_unread=unread)):
             num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
             made = graphs.replay(replay, inputs, num_rows, cad.seq_lens[: cad.num_reqs])
             return made[:, :num_speculative_tokens]
@@ -283,6 +304,14 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         slots = self.history.assign(batch.input_batch.req_ids, batch.requests)
         return async_tensor_h2d(np.array(slots), device=self.device)
 
+    def _layers_of_step(
+        self, slot_mappings: dict[str, torch.Tensor] | list[dict[str, torch.Tensor]] | None
+    ) -> Layers | None:
+        metadata, self._step_metadata = self._step_metadata, None
+        if metadata is None or not isinstance(slot_mappings, dict):
+            return None
+        return Layers(metadata, slot_mappings)
+
     def _model_inputs(
         self,
         module: int,
@@ -293,6 +322,10 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         mm_embed_inputs: tuple[list[torch.Tensor], torch.Tensor] | None,
     ) -> dict[str, Any]:
         num_rows = token_ids.shape[0]
+        if self._takes_rows and num_input_tokens == num_rows:
+            # A compiled model takes token ids of no other type than the buffer's.
+            inputs = {"input_ids": token_ids.to(self.input_ids.dtype), "positions": positions, "inputs_embeds": None}
+            return inputs | {"hidden_states": hidden_states} | self._selection(module)
         self.input_ids[:num_rows] = token_ids
         self.hidden_states[:num_rows] = hidden_states
         if module == 0:
@@ -319,6 +352,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         return self._buffered_inputs(module, num_rows, num_input_tokens, None)
 
     def _plan_execution(self, num_rows: int) -> Execution:
+        if self.device.type == "cpu" and not self._fixed_forwards:
+            return Execution(CUDAGraphMode.NONE, num_rows, None)
         return Execution(*self._determine_batch_execution_and_padding(num_rows))
 
     def _step_slots(self, cad: CommonAttentionMetadata) -> torch.Tensor | None:
@@ -364,6 +399,8 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
             return torch.empty(num_reqs, 0, dtype=torch.int64, device=self.device)
         if drafts.probs:
             self._last_draft_probs = torch.stack(drafts.probs[:num_wanted], dim=1)
+        if num_wanted == 1:
+            return drafts.token_ids[0].view(num_reqs, 1)
         return torch.stack(drafts.token_ids[:num_wanted], dim=1)
 
     def _new_drafts(self, num_steps: int, captured: bool = False) -> Drafts:
@@ -454,6 +491,33 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         if not self.descriptor.own_heads:
             super()._maybe_share_lm_head(target_language_model)
+
+
+def take_sampled(
+    sampled: Sequence[Sequence[int]], are_discarded: Sequence[bool], vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last token that was sampled for each request, and how many were: `[num_reqs]` int32 each.
+
+    Args:
+        sampled: of each request, the drafts that were accepted and one token more, then -1.
+        are_discarded: of each request, whether its chunk ends before its prompt. `chunk_ends` has the token that
+            follows, and any is given here.
+    """
+    valid = [
+        [] if is_discarded else [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
+        for token_ids, is_discarded in zip(sampled, are_discarded, strict=True)
+    ]
+    return int32([token_ids[-1] if token_ids else 0 for token_ids in valid]), int32([*map(len, valid)])
+
+
+def lens_on_host(cad: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of each request, how many rows it has, and a bound of its sequence's length, exact where it prefills."""
+    upper = cad.seq_lens_cpu_upper_bound
+    return np.diff(cad.query_start_loc_cpu.numpy()), None if upper is None else upper.numpy()
+
+
+def int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def chunk_ends(

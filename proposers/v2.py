@@ -276,6 +276,7 @@ class MultiGroupSpeculator(ArchitecturePasses, DraftModelSpeculator):
             drafts.token_ids.append(self.likeliest(hidden, module))
             return
         # A draw is keyed by the position before the token that it makes.
+        assert window.last_positions is not None
         positions = window.last_positions + (1 + step)
         num_reqs = hidden.shape[0]
         token_ids = self.sample_draft(

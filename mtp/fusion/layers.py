@@ -60,19 +60,20 @@ def _compiled_parts(model: nn.Module) -> list[Any]:
 
 
 def use_kernels_of_the_host(model: nn.Module, vllm_config: VllmConfig) -> int:
-    """Has rotary embeddings and activations run as the host's own kernels, as they would in an eager engine.
+    """Has rotary embeddings and activations run as the host's own kernels, as they do in an eager engine.
 
     Returns:
-        how many there were.
+        how many didn't.
     """
     if envs.VLLM_BATCH_INVARIANT:
         return 0
-    found = [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-        if isinstance(layer, RotaryEmbeddingBase | SiluAndMul)
-    ]
+    with set_current_vllm_config(vllm_config):
+        found = [
+            (parent, name, layer)
+            for parent in model.modules()
+            for name, layer in parent.named_children()
+            if isinstance(layer, RotaryEmbeddingBase | SiluAndMul) and not layer.enabled()
+        ]
     # The target has the same rotary embeddings, and is compiled with them: so of copies, one for each, with the same
     # tables. All else is a copy's own: a shallow one has the dicts of its original, and a reload that sets the tables
     # aside and puts them back, layer by layer, finds nothing to set aside in the second layer and leaves both with it.

@@ -326,6 +326,7 @@ def store_rows_by_ops(
     history.token_ids[slots] = layout.token_ids[rows].to(history.token_ids.dtype)
     history.positions[..., slots, :] = layout.positions[..., rows]
     history.hidden_states[slots] = layout.hidden_states[rows]
+    assert layout.last_positions is not None
     history.ends[slots] = layout.last_positions + 1
     # Rows count from the last one back, up to the first that is missing.
     history.valid[slots] = there.flip(1).long().cumprod(1).sum(1)
@@ -335,6 +336,7 @@ def store_rows_on_host(
     history: HistoryRows, slots: torch.Tensor, query_start_loc: torch.Tensor, layout: RowLayout
 ) -> None:
     assert layout.seq_positions is not None
+    assert layout.last_positions is not None
     rows = layout.last_rows.numpy()[:, None] - np.arange(history.depth - 1, -1, -1)
     there = rows >= query_start_loc.numpy()[:-1, None]
     rows, at = np.maximum(rows, 0), slots.numpy()
@@ -400,6 +402,8 @@ def shift_rows(
         last_rows: `[num_reqs]` int64.
         follows: `[num_reqs]` integer.
     """
+    if token_ids.device.type == "cpu":
+        return shift_rows_on_host(token_ids, last_rows, follows)
     if req_indices is None or not has_kernels(token_ids):
         return shift_rows_by_ops(token_ids, last_rows, follows)
     shifted = torch.empty_like(token_ids)
@@ -414,6 +418,14 @@ def shift_rows_by_ops(token_ids: torch.Tensor, last_rows: torch.Tensor, follows:
     shifted = token_ids.roll(-1)
     shifted[last_rows] = follows.to(shifted.dtype)
     return shifted
+
+
+def shift_rows_on_host(token_ids: torch.Tensor, last_rows: torch.Tensor, follows: torch.Tensor) -> torch.Tensor:
+    given = token_ids.numpy()
+    shifted = given.copy()  # the last of all rows may be a rejected one, which takes any token
+    shifted[:-1] = given[1:]
+    shifted[last_rows.numpy()] = follows.numpy()
+    return torch.from_numpy(shifted)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -5,6 +5,7 @@ The V1 runner asks `use_step3p5_mtp()` whether to take its multi-group branch, b
 speculator by `init_speculator`.
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -19,6 +20,18 @@ logger = logging.getLogger("vllm.proposers")
 # Of several patches.
 NO_REGISTRY = "none yet: the runner has no registry of proposers"
 PLUGIN_PROPOSERS = "vLLM lets a plugin name the proposer of a method"
+
+
+@functools.cache
+def _v1_proposer() -> type:
+    """Imported once it is asked for: the runner asks in every step, and an import statement takes its time."""
+    from proposers.v1 import MultiGroupProposer
+
+    return MultiGroupProposer
+
+
+def _drafts_on_v1(drafter: object) -> bool:
+    return isinstance(drafter, _v1_proposer())
 
 
 def _say_why_not(config: Any) -> None:
@@ -88,12 +101,7 @@ def build_proposer(original: type) -> type:
         _before_drafting(proposer, architecture, "V1", vllm_config)
         return proposer(vllm_config, device, runner)
 
-    def is_ours(drafter: object) -> bool:
-        from proposers.v1 import MultiGroupProposer
-
-        return isinstance(drafter, MultiGroupProposer)
-
-    return stand_in(original, build, is_ours)
+    return stand_in(original, build, is_ours=_drafts_on_v1)
 
 
 @patch(
@@ -123,6 +131,25 @@ def build_speculator(original: Any) -> Any:
 
 
 @patch(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+    ("self", "num_tokens", "num_reqs", ...),
+    why="the host builds its step's metadata for the draft's layers, too, and gives its proposer what it builds it "
+    "from. On a CPU building it again takes as long as a small layer.",
+    upstream=NO_REGISTRY,
+    until=PLUGIN_PROPOSERS,
+)
+def hand_over_metadata(original: Any) -> Any:
+    def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        built = original(self, *args, **kwargs)
+        take = getattr(getattr(self, "drafter", None), "take_step_metadata", None)
+        if take is not None:
+            take(built[0])
+        return built
+
+    return _build_attention_metadata
+
+
+@patch(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._input_fits_in_drafter",
     ("self", "common_attn_metadata"),
     why="one request within K tokens of max_model_len, or of a draft's own shorter limit, makes the runner skip the "
@@ -133,14 +160,10 @@ def build_speculator(original: Any) -> Any:
 )
 def draft_up_to_the_limit(original: Any) -> Any:
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
-        from proposers.v1 import MultiGroupProposer
-
         if common_attn_metadata is None:
             return False
         return (
-            isinstance(self.drafter, MultiGroupProposer)
-            or original(self, common_attn_metadata)
-            or keyed_lookahead(self.vllm_config) > 0
+            _drafts_on_v1(self.drafter) or original(self, common_attn_metadata) or keyed_lookahead(self.vllm_config) > 0
         )
 
     return _input_fits_in_drafter
@@ -173,6 +196,7 @@ PATCHES = (
     take_the_multi_group_branch,
     build_proposer,
     build_speculator,
+    hand_over_metadata,
     draft_up_to_the_limit,
     shut_down_proposers_first,
 )

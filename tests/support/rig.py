@@ -207,7 +207,7 @@ class Rig:
         assert self.forwards
         return self.last_pass.wrong_slots()
 
-    def propose(self, batch: Batch, num_speculative_tokens: int = 3) -> torch.Tensor:
+    def propose(self, batch: Batch, num_speculative_tokens: int = 3, **more: Any) -> torch.Tensor:
         self.forwards.clear()
         self._hand_over(batch)
         starts = torch.tensor(batch.starts, dtype=torch.int32)
@@ -236,6 +236,7 @@ class Rig:
             ),
             sampling_metadata=greedy_sampling(),
             num_rejected_tokens_gpu=rejected,
+            **more,
         )
 
     def _hand_over(self, batch: Batch) -> None:
@@ -264,9 +265,9 @@ class Rig:
             state.prompt_token_ids, state.num_prompt_tokens = tokens, len(tokens)
             host_batch.add_request(state)
         sampled = torch.full((len(batch), 1), 7, dtype=torch.int32)
-        self.proposer.prepare_next_token_ids_padded(
-            sampled, self.states, host_batch, torch.zeros(len(batch), dtype=torch.bool)
-        )
+        known = batch.prompt_lens or [0] * len(batch)
+        is_discarded = torch.tensor([end < length for end, length in zip(batch.seq_lens, known, strict=True)])
+        self.proposer.prepare_next_token_ids_padded(sampled, self.states, host_batch, is_discarded)
 
     def _expect(self, batch: Batch) -> ObservedPass:
         gids = [

@@ -105,6 +105,13 @@ def test_batch_invariant_mode_keeps_the_hosts_layers(monkeypatch: pytest.MonkeyP
     assert use_kernels_of_the_host(draft, config) == 0
 
 
+def test_an_eager_engine_has_its_kernels_already() -> None:
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    with set_current_vllm_config(config):
+        draft = Attention(1.0)
+    assert use_kernels_of_the_host(draft, config) == 0
+
+
 def test_a_reload_layer_by_layer_leaves_every_layer_its_table() -> None:
     config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
     with set_current_vllm_config(config):

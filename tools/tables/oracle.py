@@ -67,11 +67,13 @@ def single_modules() -> str:
         modes = found["modes"]
         if modes.keys() != {"upstream", "ours"}:
             continue
+        is_eager = found["settings"]["engine"].get("enforce_eager", False)
+        label = f"`{found['settings']['model']}`" + ("" if is_eager else ", compiled")
         for batch in map(str, found["settings"]["batches"]):
             steps = [modes[mode]["step_ms"][batch] for mode in ("upstream", "ours")]
             lengths = (show(modes[mode]["acceptance_length"], 2) for mode in ("upstream", "ours"))
             ratio = show_ratio(steps[1]["median"] / steps[0]["median"], more_is_better=False)
-            rows.append([f"`{found['settings']['model']}`", batch, *map(show_quartiles, steps), ratio, *lengths])
+            rows.append([label, batch, *map(show_quartiles, steps), ratio, *lengths])
     head = ["step, ms, vLLM's", "this package", "ratio", "acceptance length, vLLM's", "this package"]
     return table(["architecture", "batch", *head], rows)
 
