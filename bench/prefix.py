@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-once", type=int, default=4, help="users at the same time, and sessions")
     parser.add_argument("--output-tokens", type=int, default=24, help="of each request")
     parser.add_argument("--runs", type=int, default=3, help="of every scenario in each process")
+    parser.add_argument("--rounds", type=int, default=1, help="fresh processes of each mode, which differ in speed")
     parser.add_argument(
         "--host-parts",
         action="store_true",
@@ -82,6 +83,7 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         "at_once": args.at_once,
         "output_tokens": args.output_tokens,
         "runs": args.runs,
+        "rounds": args.rounds,
         "engine": defaults | args.engine,
         "interpreted": interpreted,
         "host_parts": args.host_parts,
@@ -94,7 +96,7 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         "recurrent": bool(tiny and tiny.recurrent),
         "max_model_len": longest_sequence(args) + args.k + 1,
     }
-    raw = dict(zip(modes, run_modes([spec | {"mode": mode} for mode in modes], WORKER, by_turns=True), strict=True))
+    raw = run_rounds([spec | {"mode": mode} for mode in modes], args.rounds)
     return {
         "schema": SCHEMA,
         "environment": describe_environment(),
@@ -106,6 +108,21 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
             for name in SCENARIOS
         },
     }
+
+
+def run_rounds(specs: list[dict[str, Any]], rounds: int) -> dict[str, dict[str, Any]]:
+    """By mode, what its processes returned, with the runs of all of them in one list by scenario.
+
+    In a round each mode has one process, and the next round begins with the other end of the modes.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for number in range(rounds):
+        group = specs[:: -1 if number % 2 else 1]
+        for spec, done in zip(group, run_modes(group, WORKER, by_turns=True), strict=True):
+            runs = found.setdefault(spec["mode"], {**done, "runs": {name: [] for name in SCENARIOS}})["runs"]
+            for name in SCENARIOS:
+                runs[name] += done["runs"][name]
+    return found
 
 
 def is_interpreted(args: argparse.Namespace) -> bool:
