@@ -182,15 +182,15 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         spec_decode_metadata: SpecDecodeMetadata,
         valid_sampled_tokens_count: torch.Tensor,
     ) -> tuple[CommonAttentionMetadata, torch.Tensor | None, torch.Tensor | None]:
-        if spec_decode_metadata.max_spec_len == 0:  # where nobody had drafts, nothing was rejected
-            return common_attn_metadata, None, None
         if self.device.type != "cpu":
             return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
+        # Without graphs nothing of the metadata is padding, and where nobody had drafts, nothing was rejected.
+        if spec_decode_metadata.max_spec_len == 0:
+            return common_attn_metadata, None, None
         sampled = zip(spec_decode_metadata.num_draft_tokens, valid_sampled_tokens_count.tolist(), strict=True)
         num_rejected = [num_drafts + 1 - count if num_drafts else 0 for num_drafts, count in sampled]
         ends = common_attn_metadata.query_start_loc.tolist()[1:]
         last_rows = [end - 1 - count for end, count in zip(ends, num_rejected, strict=True)]
-        # Without graphs nothing of the metadata is padding.
         return common_attn_metadata, int32(last_rows), int32(num_rejected)
 
     def prepare_next_token_ids_cpu(
