@@ -402,10 +402,9 @@ def shift_rows(
         last_rows: `[num_reqs]` int64.
         follows: `[num_reqs]` integer.
     """
-    if token_ids.device.type == "cpu":
-        return shift_rows_on_host(token_ids, last_rows, follows)
     if req_indices is None or not has_kernels(token_ids):
-        return shift_rows_by_ops(token_ids, last_rows, follows)
+        shift = shift_rows_on_host if token_ids.device.type == "cpu" else shift_rows_by_ops
+        return shift(token_ids, last_rows, follows)
     shifted = torch.empty_like(token_ids)
     num_rows = token_ids.shape[0]
     _shift_rows[(triton.cdiv(num_rows, MAX_BLOCK_ROWS),)](
