@@ -167,6 +167,7 @@ FIGURES = {  # name, and whether it is a median with quartiles
     "propose_host_ms": True,
     "gpu_busy_ms": False,
     "gpu_waiting_ms": False,
+    "gpu_working_ms": True,
     "kernels_per_step": False,
     "ttft_ms": True,
     "acceptance_length": False,

@@ -20,7 +20,7 @@ from bench.workers.engine import (
     run_batch,
     run_worker,
 )
-from bench.workers.launches import Launch, summarise_launches
+from bench.workers.launches import Launch, middle_profile, summarise_launches
 from bench.workers.propose_times import take_propose_times, time_propose
 
 # `MTP_PROPOSERS`, and the runner that is asked for.
@@ -37,7 +37,7 @@ CHEAP = "-cheap"
 """How the name of a mode ends whose drafts read weights of 8 bits and score a part of the vocabulary."""
 ADAPTIVE = "-adaptive"
 """How the name of a mode ends in which the number of drafts is chosen step by step."""
-PROFILED_STEPS = 20
+PROFILED_STEPS, PROFILES = 20, 3
 
 
 def options_of(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str, Any]:
@@ -205,7 +205,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             found = summarise(done)
             if length == spec["prompt_tokens"][0]:
                 take_turn()
-                found |= profile_steps(llm, prompts[:batch], spec["output_tokens"])
+                profiles = [profile_steps(llm, prompts[:batch], spec["output_tokens"]) for _ in range(PROFILES)]
+                found |= middle_profile(profiles)
             for name, value in found.items():
                 figures[name][str(batch)] = value
         result["prompts"][str(length)] = dict(figures)

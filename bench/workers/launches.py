@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+from bench.spread import quartiles
 from bench.workers.engine import busy
 
 Launch = tuple[float, float, str]
@@ -45,6 +46,16 @@ def summarise_launches(ranks: list[list[Launch]], num_steps: int) -> dict[str, A
             for name, times in longest
         },
     }
+
+
+def middle_profile(profiles: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several profiles of the same steps the one of median time, and how far all of them differ.
+
+    `gpu_working_ms`, the device's time in a step less its waits for another rank, has quartiles over the profiles.
+    """
+    working = [profile["gpu_busy_ms"] - (profile["gpu_waiting_ms"] or 0.0) for profile in profiles]
+    middle = sorted(range(len(profiles)), key=working.__getitem__)[len(profiles) // 2]
+    return profiles[middle] | {"gpu_working_ms": quartiles(working, 4)}
 
 
 def family_of(kernel: str) -> str:

@@ -1,6 +1,6 @@
 """The kernels of profiled steps: whose time is whose, and what is a wait for another rank."""
 
-from bench.workers.launches import Launch, summarise_launches
+from bench.workers.launches import Launch, middle_profile, summarise_launches
 
 REDUCE, GATHER, GEMM = "void vllm::cross_device_reduce_1stage<bf16, 2>", "ncclDevKernel_AllGather_RING_LL", "nvjet_tst"
 
@@ -19,6 +19,13 @@ def test_a_wait_for_another_rank_is_told_from_a_collectives_own_time() -> None:
 
 def test_a_single_rank_waits_for_nobody() -> None:
     assert summarise_launches([FIRST], num_steps=1)["gpu_waiting_ms"] == 0
+
+
+def test_of_several_profiles_the_middle_one_is_shown_and_the_spread_of_all() -> None:
+    profiles = [summarise_launches([rank], num_steps=1) for rank in (FIRST, FIRST[:2], FIRST[1:])]
+    found = middle_profile(profiles)
+    assert found["gpu_busy_ms"] == profiles[2]["gpu_busy_ms"] == 0.22
+    assert found["gpu_working_ms"] == {"median": 0.22, "q1": 0.2, "q3": 0.27}
 
 
 def test_nothing_is_said_of_waits_where_ranks_have_launched_different_collectives() -> None:

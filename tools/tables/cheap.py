@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bench.spread import show_quartiles
 from tools.tables.gpu import MODES, Run
 from tools.tables.records import RESULTS, record, sentences, show, table
 
@@ -37,11 +38,30 @@ def cheap_on_gpu() -> str:
     rows = []
     for run in runs():
         for batch in run.batches:
-            spent = [show(busy(run, mode, batch), 2) for mode in (THEIRS, FULL, CHEAP)]
+            spent = [show_busy(run, mode, batch) for mode in (THEIRS, FULL, CHEAP)]
             over = [show(ratio(run, mode, batch), 2) for mode in (FULL, CHEAP)]
             rows.append([run.label, batch, *spent, *over, show(GOALS[run][batch], 2)])
     head = ["GPUs", "batch", MODES[THEIRS], MODES[FULL], "with both options", "full over vLLM's", "cheap over vLLM's"]
     return table([*head, "goal"], rows)
+
+
+def show_busy(run: Run, mode: str, batch: str) -> str:
+    """With its spread, where a step was profiled more than once."""
+    figures = record(run.name)["modes"].get(mode, {"prompts": {run.prompt: {}}})["prompts"][run.prompt]
+    if spread := figures.get("gpu_working_ms", {}).get(batch):
+        return show_quartiles(spread)
+    return show(busy(run, mode, batch), 2)
+
+
+def cheap_where() -> str:
+    """Where the device's time goes in a step, in ms."""
+    rows = []
+    for batch in (RUN.batches[0], RUN.batches[-1]):
+        modes = [record(RUN.name)["modes"][mode]["prompts"][RUN.prompt] for mode in (THEIRS, FULL, CHEAP)]
+        spent = [figures["gpu_ms_by_family"][batch] for figures in modes]
+        for family in spent[0]:
+            rows.append([batch, family, *(show(of_mode.get(family, 0.0), 2) for of_mode in spent)])
+    return table(["batch", "ms of", MODES[THEIRS], MODES[FULL], "with both options"], rows)
 
 
 def cheap_says() -> str:
@@ -96,6 +116,7 @@ def _ratio(lengths: dict[str, float]) -> float:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cheap-on-gpu": cheap_on_gpu,
+    "cheap-where": cheap_where,
     "cheap-says": cheap_says,
     "cheap-acceptance": cheap_acceptance,
     "cheap-acceptance-says": cheap_acceptance_says,
