@@ -189,13 +189,16 @@ def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:
             str(batch): quartiles([run["output_tokens"] / run["seconds"] for run in runs], 1)
             for batch, runs in by_batch.items()
         },
-        "step_ms": {
-            str(batch): quartiles([ms for run in runs for ms in run["step_ms"]]) for batch, runs in by_batch.items()
+        **{
+            name: {str(batch): quartiles([ms for run in runs for ms in run[name]]) for batch, runs in by_batch.items()}
+            for name in ("step_ms", "ttft_ms")
         },
         "yardstick_ms": quartiles([ms for run in raw["runs"] for ms in run["yardstick_ms"]]),
         **summarise_acceptance(raw["num_drafts"], raw["num_accepted_per_position"]),
         "output_sha256": raw["output_sha256"],
-        "runs": [run | {name: quartiles(run[name]) for name in ("step_ms", "yardstick_ms")} for run in raw["runs"]],
+        "runs": [
+            run | {name: quartiles(run[name]) for name in ("step_ms", "ttft_ms", "yardstick_ms")} for run in raw["runs"]
+        ],
     }
 
 
@@ -218,7 +221,9 @@ def format_table(result: dict[str, Any]) -> str:
     rows = [["", *modes], ["proposer", *(entry["proposer"] or "-" for entry in modes.values())]]
     for batch in map(str, result["settings"]["batches"]):
         rows.append([f"tokens/s, batch {batch}", *format_speeds(modes, batch)])
-        rows.append([f"step ms, batch {batch}", *(show_quartiles(entry["step_ms"][batch]) for entry in modes.values())])
+        for name in ("step_ms", "ttft_ms"):
+            cells = (show_quartiles(entry[name][batch]) for entry in modes.values())
+            rows.append([f"{name.replace('_', ' ')}, batch {batch}", *cells])
     rows.append(["the host: yardstick ms", *(show_quartiles(entry["yardstick_ms"]) for entry in modes.values())])
     rows.append(["acceptance length", *(f"{entry['acceptance_length']:.3f}" for entry in modes.values())])
     by_position = (" ".join(f"{x:.3f}" for x in entry["acceptance_per_position"]) for entry in modes.values())
