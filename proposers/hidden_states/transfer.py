@@ -21,7 +21,7 @@ from proposers.hidden_states.fp8 import PLAIN, RowBytes, quantize
 from proposers.hidden_states.slices import Slices
 from proposers.hidden_states.writer import Job, Part, Region, Ring
 
-MAX_PIECE_BYTES = 64 << 20
+MAX_PIECE_BYTES = 64 << 20  # of the device
 
 # Of the KV cache's blocks that many may be kept for rows that wait. More, and requests that run would be preempted for
 # want of blocks; less, and steps would wait where the requests of one step end together.
@@ -65,7 +65,8 @@ class RowTransfer:
         num_layers, slice_size = self._rows.shape[1:]
         self._row = RowBytes.of(self._encoding, num_layers, slice_size * self._slices.count, self._rows.dtype)
         row_bytes = self._row_bytes = sum(self._row)
-        self._piece_rows = min(len(self._ring.buffer) // 2, MAX_PIECE_BYTES) // row_bytes
+        on_device = self._rows[0].numel() * self._rows.dtype.itemsize * self._slices.count
+        self._piece_rows = min(len(self._ring.buffer) // 2 // row_bytes, MAX_PIECE_BYTES // on_device)
         if not self._piece_rows:
             raise ValueError(
                 f"ring_bytes={len(self._ring.buffer)} and the hidden states of one token take {row_bytes}: the ring "
