@@ -20,10 +20,10 @@ def make_cheap(model: DenseModel, token_ids: Sequence[int], dtype: torch.dtype =
         dtype: of the engine. What it rounds to 8 bits are weights that it has in 16 already, and a few in a hundred
             lie near the middle between two values of e4m3, so that they go to the other one.
     """
-    for module in model.modules:
-        for name, weight in module.weights.items():
+    for weights in (*(module.weights for module in model.modules), model.mtp):
+        for name, weight in weights.items():
             if weight.dim() == 2 and name != "moe.gate.weight":
-                module.weights[name] = rounded(weight.to(dtype).float())
+                weights[name] = rounded(weight.to(dtype).float())
     rounded_head, others = rounded(model.head.to(dtype).float()), torch.ones(len(model.head), dtype=torch.bool)
     others[torch.tensor(token_ids)] = False
     original = model.module_logits

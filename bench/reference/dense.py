@@ -255,6 +255,7 @@ class DenseModel:
         hidden_states_flow: module i takes the hidden states of module i - 1; else every module takes the target's.
         embeds_row_0: a module's first row has an embedding. vLLM's models of some architectures leave it out, whatever
             the checkpoint's own code says of it, and it is vLLM's model that a drafter runs.
+        mtp: weights that all modules share, by name.
     """
 
     embeds_row_0 = True
@@ -277,6 +278,7 @@ class DenseModel:
         """The embeddings, the final norm and the head, out of a checkpoint's tensors."""
         self.embeddings, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
         self.head = self.embeddings if self.config.get("tie_word_embeddings") else tensors["lm_head.weight"]
+        self.mtp: dict[str, Tensor] = {}
 
     @property
     def num_modules(self) -> int:

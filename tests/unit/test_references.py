@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from bench.reference import TINY_CHECKPOINTS, deepseek_v3_checkpoint, dense_model, ernie4_5_moe_checkpoint
+from bench.reference.cheap import make_cheap, rounded
 from bench.reference.dense import Reference
 
 # The trained MiMo-V2 knows text and no random tokens; its reference has tests of its own.
@@ -58,3 +59,15 @@ def test_a_references_rows_do_not_depend_on_how_they_were_computed(name: str, tm
     for module in range(model.num_modules):
         torch.testing.assert_close(followed.keys(module), fresh.keys(module), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(followed.module_hidden(module), fresh.module_hidden(module), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["exaone-moe", "qwen3.5-two-modules", "glm4-moe"])
+def test_a_cheap_references_modules_project_their_inputs_by_rounded_weights(name: str, tmp_path: Path) -> None:
+    """Also where all of them share one projection, as EXAONE-MoE's and Qwen3.5's do."""
+    TINY_CHECKPOINTS[name].write(tmp_path)
+    exact, cheap = dense_model(tmp_path), make_cheap(dense_model(tmp_path), range(8))
+    shared = {key: weight for key, weight in exact.mtp.items() if weight.dim() == 2} or exact.modules[0].weights
+    projection = next(key for key in shared if key.endswith(("fc.weight", "eh_proj.weight")))
+    found = (cheap.mtp or cheap.modules[0].weights)[projection]
+    assert torch.equal(found, rounded(shared[projection]))
+    assert not torch.equal(found, shared[projection])
