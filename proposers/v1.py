@@ -272,12 +272,14 @@ class MultiGroupProposer(ArchitecturePasses, EagleProposer):
         if batch is not None and batch.has_chunk_ends:
             prompt = chunk_ends(batch.input_batch, batch.num_tokens, cad, self.plan.chain_length)
         prompt_token_ids = None if prompt is None else async_tensor_h2d(prompt, device=self.device)
-        if batch is not None and self.prompt_reach is not None:
-            unread = self.unread_rows(*lens_on_host(cad), batch.num_tokens)
+        graphs = self.graphs if sampling_metadata is None else None
+        leaves_rows_out = batch is not None and self.prompt_reach is not None
+        lens = lens_on_host(cad) if graphs or leaves_rows_out else None
+        if lens and batch is not None:
+            unread = self.unread_rows(*lens, batch.num_tokens)
         layers = self._layers_of_step(slot_mappings)
         inputs = PassInputs(rows, next_token_ids, history_slots, prompt_token_ids, unread, layers)
-        graphs = self.graphs if sampling_metadata is None else None
-        if graphs and (replay := graphs.plan(*lens_on_host(cad), prompt is not None, num_unread=unread)):
+        if graphs and lens and (replay := graphs.plan(*lens, prompt is not None, num_unread=unread)):
             num_rows = int(cad.num_actual_tokens)  # NumPy's without padding, which Triton refuses
             made = graphs.replay(replay, inputs, num_rows, cad.seq_lens[: cad.num_reqs])
             return made[:, :num_speculative_tokens]

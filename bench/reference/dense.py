@@ -255,7 +255,7 @@ class DenseModel:
         hidden_states_flow: module i takes the hidden states of module i - 1; else every module takes the target's.
         embeds_row_0: a module's first row has an embedding. vLLM's models of some architectures leave it out, whatever
             the checkpoint's own code says of it, and it is vLLM's model that a drafter runs.
-        mtp: weights that all modules share, by name.
+        mtp: weights by name, of architectures whose modules share some, which have no place in `modules`.
     """
 
     embeds_row_0 = True

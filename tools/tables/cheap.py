@@ -47,18 +47,15 @@ def cheap_on_gpu() -> str:
 
 def show_busy(run: Run, mode: str, batch: str) -> str:
     """With its spread, where a step was profiled more than once."""
-    figures = record(run.name)["modes"].get(mode, {"prompts": {run.prompt: {}}})["prompts"][run.prompt]
-    if spread := figures.get("gpu_working_ms", {}).get(batch):
-        return show_quartiles(spread)
-    return show(busy(run, mode, batch), 2)
+    spread = run.cell(mode, "gpu_working_ms", batch)
+    return show_quartiles(spread) if spread else show(busy(run, mode, batch), 2)
 
 
 def cheap_where() -> str:
     """Where the device's time goes in a step, in ms."""
     rows = []
     for batch in (RUN.batches[0], RUN.batches[-1]):
-        modes = [record(RUN.name)["modes"][mode]["prompts"][RUN.prompt] for mode in (THEIRS, FULL, CHEAP)]
-        spent = [figures["gpu_ms_by_family"][batch] for figures in modes]
+        spent = [RUN.cell(mode, "gpu_ms_by_family", batch) for mode in (THEIRS, FULL, CHEAP)]
         for family in spent[0]:
             rows.append([batch, family, *(show(of_mode.get(family, 0.0), 2) for of_mode in spent)])
     return table(["batch", "ms of", MODES[THEIRS], MODES[FULL], "with both options"], rows)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
+from typing import Any
 
 from bench.spread import show_quartiles
 from tools.tables.records import below_one, record, sentences, show, show_ratio, span, table
@@ -33,11 +34,15 @@ class Run:
 
     def get(self, mode: str, figure: str, batch: str) -> float | None:
         """A median, or None where that was not measured."""
+        value = self.cell(mode, figure, batch)
+        value = value["median"] if isinstance(value, dict) else value
+        return None if value is None or isnan(value) else float(value)
+
+    def cell(self, mode: str, figure: str, batch: str) -> Any:
+        """A number, or a median with quartiles, as the record has it; None where that was not measured."""
         for name in (self.name, self.without):
             if name is not None and mode in record(name)["modes"]:
-                value = record(name)["modes"][mode]["prompts"][self.prompt].get(figure, {}).get(batch)
-                value = value["median"] if isinstance(value, dict) else value
-                return None if value is None or isnan(value) else float(value)
+                return record(name)["modes"][mode]["prompts"][self.prompt].get(figure, {}).get(batch)
         return None
 
     def ratio(self, figure: str, mode: str, to: str, batch: str) -> float | None:
