@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--drafts", type=int, default=3, help="drafts a step, of the modes that draft")
     parser.add_argument(
-        "--steady", type=float, default=0, metavar="SECONDS", help="also keep so many requests running for so long"
+        "--steady",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="also keep so many requests running for so long, several times",
     )
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     add_prompt_arguments(parser)
@@ -273,8 +277,7 @@ def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
         "tokens_per_pass": runs[0]["tokens_per_pass"],
         "runs": timed,
     }
-    if "steady" in runs[0]:
-        steady = [process["steady"] for process in runs]
+    if steady := [run for process in runs for run in process["steady"]]:
         entry["steady_tokens_per_s"] = quartiles([one["tokens"] / one["seconds"] for one in steady], 1)
         entry["steady_bytes_per_s"] = quartiles([one["bytes"] / one["seconds"] for one in steady], 0)
         entry["steady"] = steady

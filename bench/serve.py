@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=3, help="repetitions after the warm-up, the modes by turns")
     add_engine_argument(parser)
     add_speculative_argument(parser)
-    add_json_argument(parser, ", written after each turn")
+    add_json_argument(parser, ", written after each cell")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the servers, to be kept")
 
 
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         logs.mkdir(parents=True, exist_ok=True)
         with serving(commands(modes, args.model or folder, settings, Path(folder)), logs) as servers:
             for _ in turns(servers, settings, result):
-                write_record(result, args.json)
+                write_record(result, args.json)  # what was measured is kept if the rest is cut off
     return result
 
 
@@ -191,8 +191,8 @@ def commands(
     return {mode: (server_command(model, engine(mode)), server_environment(*MODES[mode])) for mode in modes}
 
 
-def turns(servers: dict[str, Server], settings: dict[str, Any], result: dict[str, Any]) -> Iterator[int]:
-    """Measures, and adds each turn to the result before it is yielded."""
+def turns(servers: dict[str, Server], settings: dict[str, Any], result: dict[str, Any]) -> Iterator[None]:
+    """Measures, and yields when the result has one cell more."""
     gc.freeze()  # nobody waits for a collection of all that has been imported
     # Thrown away: servers compile and tune what they had no reason to before.
     for _ in cells(servers, settings, 0):
@@ -201,11 +201,12 @@ def turns(servers: dict[str, Server], settings: dict[str, Any], result: dict[str
         result["modes"][mode]["proposer"] = proposer_of(server)
     for turn in range(1, settings["turns"] + 1):
         for mode, cell in cells(servers, settings, turn):
-            result["modes"][mode]["runs"].append({"turn": turn, **cell})
-        for entry in result["modes"].values():
+            entry = result["modes"][mode]
+            entry["runs"].append({"turn": turn, **cell})
             entry["prompts"] = summarise(entry["runs"])
+            yield
         result["turns_done"] = turn
-        yield turn
+        yield
 
 
 def cells(servers: dict[str, Server], settings: dict[str, Any], turn: int) -> Iterator[tuple[str, dict[str, Any]]]:

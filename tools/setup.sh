@@ -14,7 +14,8 @@ python=$(command -v python3.11 || command -v python3) || fail "no Python: apt-ge
 command -v g++ >/dev/null || fail "no C++ compiler, which torch.compile needs: apt-get install g++"
 "$python" -m venv .venv || fail "no venv module: apt-get install python3-venv"
 # Errors alone: what pip warns of, such as a place for links that isn't there, changes nothing here.
-pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+# Nothing is compiled ahead: most of it is never imported, and Python compiles the rest when it first is.
+pip() { PIP_NO_COMPILE=1 .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
     echo "setup: NVIDIA GPU found, installing vLLM for CUDA" >&2

@@ -84,7 +84,7 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
     request_ids = add_requests(engine, prompts, params, tag)
     lengths = dict.fromkeys(request_ids, 0)
     finished: dict[str, list[int]] = {}
-    ttft_ms: list[float] = []
+    ttft_ms: dict[str, float] = {}
     decode_spans: list[tuple[float, float]] = []
     decoded = 0
     while engine.has_unfinished_requests():
@@ -95,7 +95,7 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
         for output in outputs:
             token_ids = list(output.outputs[0].token_ids)
             if token_ids and not lengths[output.request_id]:
-                ttft_ms.append((after - started) * 1e3)
+                ttft_ms[output.request_id] = (after - started) * 1e3
             lengths[output.request_id] = len(token_ids)
             if output.finished:
                 finished[output.request_id] = token_ids
@@ -110,7 +110,7 @@ def run_batch(engine: Any, prompts: list[list[int]], output_tokens: int, tag: st
         "yardstick_ms": [*yardstick, yardstick_ms()],
         "token_ids": [finished[request_id] for request_id in request_ids],
         "step_ms": step_ms,
-        "ttft_ms": ttft_ms,
+        "ttft_ms": [ttft_ms[request_id] for request_id in request_ids],
         "decode_spans": decode_spans,
         "decode_tokens_per_s": decoded / sum(step_ms) * 1e3 if step_ms else float("nan"),
     }

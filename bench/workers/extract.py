@@ -2,7 +2,6 @@
 
 import resource
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ COPIES_OF_OURS = 3
 
 # Of a run without a pause, outputs one after the other in quarters of `output_tokens`, which is their mean.
 STEADY = (4, 2, 5, 3, 6)
+STEADY_RUNS = 3
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
@@ -173,9 +173,7 @@ def find_records(answers: list[dict[str, Any]], storage: str) -> None:
             answer |= {"path": paths[answer["id"]], "there": True}
 
 
-def run_steady(
-    engine: Any, prompts: list[list[int]], params: Sequence[Any], batch: int, seconds: float
-) -> dict[str, float]:
+def run_steady(llm: Any, spec: dict[str, Any], tag: str) -> dict[str, float]:
     """Keeps `batch` requests running, so that prompts, decoding and writing go on side by side as they do on a server.
 
     As many again are sent ahead, so that a request whose answer waits for its file leaves its place to another; and
@@ -183,15 +181,17 @@ def run_steady(
 
     Returns:
         `seconds` from where as many have ended as run at a time, and of that time: `tokens` of prompts that were begun
-        to be answered and of outputs, and `requests` that ended.
+        to be answered and of outputs, `requests` that ended, and `bytes` of records that were written.
     """
+    engine, prompts, batch = llm.llm_engine, spec["prompts"], spec["batch"]
+    params = [ask(spec, spec["output_tokens"] * quarters // 4) for quarters in STEADY]
     lengths: dict[str, int] = {}
     begun, number, ended = None, 0, 0
-    tokens, requests = 0, 0
-    while begun is None or time.perf_counter() - begun < seconds:
+    tokens, requests, bytes_before = 0, 0, 0
+    while begun is None or time.perf_counter() - begun < spec["steady_s"]:
         while engine.get_num_unfinished_requests() < 2 * batch:
             prompt = prompts[number % len(prompts)]
-            engine.add_request(f"steady-{number}", {"prompt_token_ids": prompt}, params[number % len(params)])
+            engine.add_request(f"{tag}-{number}", {"prompt_token_ids": prompt}, params[number % len(params)])
             number += 1
         for output in engine.step():
             now = len(output.outputs[0].token_ids)
@@ -201,12 +201,12 @@ def run_steady(
             if begun is not None:
                 tokens, requests = tokens + new, requests + output.finished
         if begun is None and ended >= batch:
-            begun = time.perf_counter()
-    took = time.perf_counter() - begun
+            begun, bytes_before = time.perf_counter(), counted(llm, "bytes_written")
+    took, num_bytes = time.perf_counter() - begun, counted(llm, "bytes_written") - bytes_before
     while engine.has_unfinished_requests():
         engine.step()
     settle(engine)
-    return {"seconds": round(took, 3), "tokens": tokens, "requests": requests}
+    return {"seconds": round(took, 3), "tokens": tokens, "requests": requests, "bytes": num_bytes}
 
 
 def counted(llm: Any, name: str) -> int:
@@ -266,16 +266,12 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     result["copies"] = 0
     if has_records(spec["mode"]):
         result["copies"] = COPIES.get(spec["mode"], COPIES_OF_OURS) + (spec["platform"] == "cuda")
-    if spec["steady_s"]:
+    result["steady"] = []
+    for run in range(STEADY_RUNS if spec["steady_s"] else 0):
         take_turn()
-        report_progress(f"{spec['steady_s']:g} seconds without a pause")
-        bytes_before = counted(llm, "bytes_written")
-        params = [ask(spec, spec["output_tokens"] * quarters // 4) for quarters in STEADY]
-        result["steady"] = run_steady(engine, prompts, params, batch, spec["steady_s"])
-        result["steady"] |= {
-            "bytes": counted(llm, "bytes_written") - bytes_before,
-            "skipped": newly_skipped(llm, result),
-        }
+        report_progress(f"{spec['steady_s']:g} seconds without a pause, run {run + 1} of {STEADY_RUNS}")
+        done = run_steady(llm, spec, f"steady-{run}")
+        result["steady"].append(done | {"skipped": newly_skipped(llm, result)})
     passes, accepted = acceptance_counters(llm)
     result["tokens_per_pass"] = round(1 + sum(accepted) / passes, 3) if passes else None
     result["peak_host_bytes"] = host_bytes(spec)

@@ -196,7 +196,7 @@ class RowTransfer:
                 rows.record_stream(self._stream)
                 self._copy_encoded(self._encode(rows), region)
                 self.copies += 1
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # writers sleep until then, and leave the cores to who serves
             event.record()
         return _Arrival(event.query, event.synchronize)
 

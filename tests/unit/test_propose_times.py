@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.prefix import format_host_parts, summarise
+from bench.prefix import format_host_parts, summarise, summarise_modes
 from bench.workers.host_parts import PARTS, REST, Call, HostClock
 from bench.workers.prefix import assert_drafted_for, drafting_before
 from bench.workers.propose_times import take_propose_times, time_propose
@@ -38,11 +38,14 @@ def test_of_a_pass_that_is_running_the_part_before_counts(moment: float, ms: flo
     assert drafting_before(moment, [(1.0, 2.0), (3.0, 4.0)]) == pytest.approx(ms)
 
 
+RUN: dict[str, Any] = {
+    "prompt_tokens": 9, "hit_tokens": 4, "num_drafts": 0, "num_accepted": 0, "output_tokens": 6, "seconds": 2.0,
+    "ttft_host_ms": [],
+}  # fmt: skip
+
+
 def test_a_record_has_medians_of_what_is_left_of_each_request() -> None:
-    run: dict[str, Any] = {
-        "prompt_tokens": 9, "hit_tokens": 4, "num_drafts": 0, "num_accepted": 0, "output_tokens": 6, "seconds": 2.0,
-        "ttft_host_ms": [],
-    }  # fmt: skip
+    run = dict(RUN)
     times = [([10.0, 30.0], [2.0, 25.0]), ([20.0], [4.0])]
     entry = summarise([run | {"ttft_ms": a, "ttft_drafting_ms": b} for a, b in times], TINY, 3)
     assert (entry["ttft_ms"], entry["ttft_drafting_ms"], entry["ttft_less_drafting_ms"]) == (20, 4, 8)
@@ -53,6 +56,18 @@ def test_a_record_has_medians_of_what_is_left_of_each_request() -> None:
     shown = format_host_parts({"scenarios": {"growing": {"modes": {"ours": entry}}}})
     assert shown.splitlines()[-1].split()[:2] == ["growing", "ours"]
     assert "5.00" in shown
+
+
+def test_a_request_is_compared_with_itself_without_speculation() -> None:
+    """Here drafts add a tenth to each, which medians of all three of a mode would say is half."""
+    none = [RUN | {"ttft_ms": [10.0, 40.0], "ttft_drafting_ms": [0.0, 0.0]}]
+    none.append(RUN | {"ttft_ms": [20.0], "ttft_drafting_ms": [0.0]})
+    ours = [RUN | {"ttft_ms": [13.0, 46.0], "ttft_drafting_ms": [2.0, 2.0]}]
+    ours.append(RUN | {"ttft_ms": [30.0], "ttft_drafting_ms": [0.0]})
+    entries = summarise_modes({"none": none, "ours": ours}, TINY, 3)
+    assert entries["none"]["ttft_less_drafting_of_none"]["median"] == 1.0
+    assert entries["ours"]["ttft_less_drafting_of_none"]["median"] == 1.1
+    assert "ttft_less_drafting_of_none" not in summarise_modes({"ours": ours}, TINY, 3)["ours"]
 
 
 def test_the_parts_up_to_a_first_token_are_those_that_began_since_it_was_asked_for() -> None:

@@ -61,7 +61,7 @@ def prefix_says() -> str:
             theirs.append(upstream["ttft_ms"] / none["ttft_ms"])
             if "ttft_less_drafting_ms" not in ours:
                 continue
-            rest.append(ours["ttft_less_drafting_ms"] / none["ttft_ms"])
+            rest.append(of_none(ours, none))
             if rest[-1] > GOAL:
                 misses.append(f"{label(found)} ({LABELS[name]}, {rest[-1]:.2f})")
     return sentences(f"""
@@ -70,6 +70,12 @@ def prefix_says() -> str:
         {span(theirs)} times with vLLM's drafter: the modules compute every row of a prompt that no hit saves.
         {_against_the_goal(rest, misses)}
     """)
+
+
+def of_none(entry: dict[str, Any], none: dict[str, Any]) -> float:
+    """A first token's time less its drafting, over that without speculation: of requests in pairs, if known."""
+    pairs = entry.get("ttft_less_drafting_of_none")
+    return float(pairs["median"] if pairs else entry["ttft_less_drafting_ms"] / none["ttft_ms"])
 
 
 def _against_the_goal(rest: list[float], misses: list[str]) -> str:

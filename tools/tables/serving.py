@@ -7,9 +7,10 @@ from bench.spread import show_quartiles
 from tools.tables.records import record, sentences, show, show_ratio, span, table
 
 SERVED, LONGER, LONGER_LATER = "serving-h200", "serving-h200-long", "serving-h200-long-cut"
-SHARED = "serving-h200-shared"
+SHARED, ON_V1, MIMO_V2 = "serving-h200-shared", "serving-h200-v1", "serving-h200-mimo-v2"
 ARRIVALS, PARTS = "arrivals-h200", "arrivals-h200-parts"
 MODES = {"none": "no speculation", "upstream-v2": "vLLM's on V2", "ours-v2": "this package on V2"}
+MODES_ON_V1 = {"upstream-v1": "vLLM's on V1", "ours": "this package on V1"}
 CHEAP = "ours-v2-cheap"
 CONTROLLER = {"ours-v2-adaptive": "with the controller"}
 TOKENS = "output_tokens_per_s"
@@ -37,7 +38,7 @@ def ratios(base: str, mode: str = "ours-v2") -> dict[str, float]:
 
 def shown_modes(name: str) -> dict[str, str]:
     """Those of a record that its tables show, the controller's where it was measured."""
-    return {mode: words for mode, words in (MODES | CONTROLLER).items() if mode in record(name)["modes"]}
+    return {mode: words for mode, words in (MODES | MODES_ON_V1 | CONTROLLER).items() if mode in record(name)["modes"]}
 
 
 def tokens() -> str:
@@ -65,21 +66,30 @@ def cheap() -> str:
 
 def cells(name: str) -> str:
     """Every cell of a record that has one turn: medians of requests, so there is no spread of turns to show."""
-    modes, settings, rows = record(name)["modes"], record(name)["settings"], []
-    words, bases = shown_modes(name), {"upstream-v2": "over vLLM's", "none": "over no speculation"}
+    settings, words, rows = record(name)["settings"], shown_modes(name), []
+    bases = {mode: "vLLM's" for mode in words if mode.startswith("upstream")} | {"none": MODES["none"]}
     over = [(mode, base) for mode in words if mode not in bases for base in bases]
     for length in map(str, settings["prompt_tokens"]):
         for concurrency in map(str, settings["concurrency"]):
             speeds, firsts = (
-                {mode: modes[mode]["prompts"][length][figure][concurrency]["median"] for mode in words}
+                {mode: cell(name, mode, length, figure, concurrency) for mode in words}
                 for figure in (TOKENS, "ttft_ms")
             )
             shown = (show(x, 0) for x in (*speeds.values(), *firsts.values()))
-            compared = (show_ratio(speeds[mode] / speeds[base]) for mode, base in over)
-            rows.append([length, concurrency, *shown, *compared])
+            rows.append([length, concurrency, *shown, *(quotient(speeds[mode], speeds[base]) for mode, base in over)])
     head = [f"{figure}, {name}" for figure in ("tokens/s", "first token, ms") for name in words.values()]
-    head += [bases[base] if mode == "ours-v2" else f"{words[mode]} {bases[base]}" for mode, base in over]
+    head += [f"{words[mode] + ' ' if mode in CONTROLLER else ''}over {bases[base]}" for mode, base in over]
     return table(["prompt", "requests at a time", *head], rows)
+
+
+def cell(name: str, mode: str, length: str, figure: str, concurrency: str) -> float | None:
+    """A median; None where the run was cut off before."""
+    found = record(name)["modes"][mode]["prompts"].get(length, {}).get(figure, {}).get(concurrency)
+    return found and float(found["median"])
+
+
+def quotient(value: float | None, base: float | None) -> str:
+    return "-" if value is None or base is None else show_ratio(value / base)
 
 
 def latency() -> str:
@@ -196,6 +206,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-longer-says": longer_says,
     "served-shared": lambda: cells(SHARED),
     "served-shared-says": shared_says,
+    "served-mimo-v2": lambda: cells(MIMO_V2),
+    "served-v1": lambda: cells(ON_V1),
     "host-parts": parts,
     "arrivals": arrivals,
     "arrivals-say": arrivals_say,
