@@ -15,7 +15,7 @@ command -v g++ >/dev/null || fail "no C++ compiler, which torch.compile needs: a
 "$python" -m venv .venv || fail "no venv module: apt-get install python3-venv"
 # Errors alone: what pip warns of, such as a place for links that isn't there, changes nothing here.
 # Nothing is compiled ahead: most of it is never imported, and Python compiles the rest when it first is.
-pip() { PIP_NO_COMPILE=1 .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+pip() { PIP_COMPILE=0 .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
     echo "setup: NVIDIA GPU found, installing vLLM for CUDA" >&2
