@@ -26,6 +26,7 @@ from bench.large_shapes import SHAPES, add_shape_arguments
 from bench.servers import Server, server_command, server_environment, serving
 from bench.spread import quartiles, show_quartiles
 from bench.tables import markdown
+from bench.workers.engine import merge_engine_arguments
 from bench.workers.gpu import MODES, options_of
 
 SCHEMA = "vllm-mtp-proposers/serve/1"
@@ -185,8 +186,8 @@ def commands(
     drafts = {"speculative_config": settings["speculative_config"]}
 
     def engine(mode: str) -> dict[str, Any]:
-        chosen = options_of(mode, settings["vocab_size"], settings["draft_vocabulary"], folder)
-        return chosen | settings["engine"] | ({} if mode == "none" else drafts)
+        of_mode = options_of(mode, settings["vocab_size"], settings["draft_vocabulary"], folder)
+        return merge_engine_arguments({}, of_mode | ({} if mode == "none" else drafts), settings["engine"])
 
     return {mode: (server_command(model, engine(mode)), server_environment(*MODES[mode])) for mode in modes}
 

@@ -9,6 +9,7 @@ from bench.workers.engine import (
     acceptance_counters,
     describe_engine,
     keep_engine_in_process,
+    merge_engine_arguments,
     run_batch,
     run_worker,
 )
@@ -34,18 +35,18 @@ def build_engine(spec: dict[str, Any]) -> Any:
     values = {"draft_weights": "fp8", "draft_vocabulary": spec["draft_vocabulary_file"]}
     cheap = {name: values[name] for name in CHEAP.get(spec["mode"], ())}
     speculative = {"method": "mtp", "num_speculative_tokens": spec["k"], **spec["speculative_config"]}
-    return LLM(
-        spec["model"],
-        dtype=spec["dtype"],
-        max_model_len=spec["prompt_tokens"] + spec["output_tokens"] + spec["k"] + 1,
-        max_num_seqs=max(spec["batches"]),
-        speculative_config=None if spec["mode"] == "none" else speculative,
-        disable_log_stats=False,
-        skip_tokenizer_init=not spec["has_tokenizer"],
-        enable_prefix_caching=spec["mode"] == ALL_ROWS,  # every run computes the same prompts anew
-        **({"additional_config": {KEY: cheap}} if cheap else {}),
-        **spec["engine"],
-    )
+    defaults = {
+        "dtype": spec["dtype"],
+        "max_model_len": spec["prompt_tokens"] + spec["output_tokens"] + spec["k"] + 1,
+        "max_num_seqs": max(spec["batches"]),
+        "disable_log_stats": False,
+        "skip_tokenizer_init": not spec["has_tokenizer"],
+        "enable_prefix_caching": spec["mode"] == ALL_ROWS,  # every run computes the same prompts anew
+    }
+    of_mode: dict[str, Any] = {"speculative_config": None if spec["mode"] == "none" else speculative}
+    if cheap:
+        of_mode["additional_config"] = {KEY: cheap}
+    return LLM(spec["model"], **merge_engine_arguments(defaults, of_mode, spec["engine"]))
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.processes import report_progress
 from bench.spread import quartiles
-from bench.workers.engine import describe_engine, keep_engine_in_process, run_batch, run_worker
+from bench.workers.engine import describe_engine, keep_engine_in_process, merge_engine_arguments, run_batch, run_worker
 
 BLOCK_SIZE = 32
 
@@ -38,21 +38,20 @@ def build_engine(spec: dict[str, Any]) -> Any:
 
     longest = max(spec["prompt_tokens"], *spec["prompt_rows"]) + spec["output_tokens"] + spec["k"] + 1
     batch = max(spec["batches"])
-    return LLM(
-        spec["model"],
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=spec["dtype"],
-        max_model_len=longest,
-        max_num_seqs=batch,
-        max_num_batched_tokens=max(longest, batch * spec["prompt_tokens"]),
-        block_size=BLOCK_SIZE,
+    defaults = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": spec["dtype"],
+        "max_model_len": longest,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(longest, batch * spec["prompt_tokens"]),
+        "block_size": BLOCK_SIZE,
         # Of all groups together, of which the target has up to three.
-        num_gpu_blocks_override=3 * batch * (-(-longest // BLOCK_SIZE) + 1),
-        speculative_config={"method": "mtp", "num_speculative_tokens": spec["k"]},
-        enable_prefix_caching=False,
-        **spec["engine"],
-    )
+        "num_gpu_blocks_override": 3 * batch * (-(-longest // BLOCK_SIZE) + 1),
+        "enable_prefix_caching": False,
+    }
+    of_mode = {"speculative_config": {"method": "mtp", "num_speculative_tokens": spec["k"]}}
+    return LLM(spec["model"], **merge_engine_arguments(defaults, of_mode, spec["engine"]))
 
 
 def watch_passes(llm: Any) -> list[Pass]:

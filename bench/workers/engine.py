@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,19 @@ def keep_engine_in_process(proposers_mode: str, runner: str | None = None) -> No
     if runner is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def merge_engine_arguments(
+    defaults: Mapping[str, Any], of_mode: Mapping[str, Any], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a mode's engine. What `--engine` asks for goes before the defaults.
+
+    Raises:
+        ValueError: it asks for something that makes the mode what it is.
+    """
+    if taken := sorted(of_mode.keys() & asked.keys()):
+        raise ValueError(f"--engine has {', '.join(taken)}, which the modes set themselves: leave it out.")
+    return {**defaults, **of_mode, **asked}
 
 
 def random_prompts(vocab_size: int, count: int, num_tokens: int) -> list[list[int]]:

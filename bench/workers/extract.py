@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.processes import report_progress, take_turn
-from bench.workers.engine import acceptance_counters, add_requests, describe_engine, keep_engine_in_process, run_worker
+from bench.workers.engine import (
+    acceptance_counters,
+    add_requests,
+    describe_engine,
+    keep_engine_in_process,
+    merge_engine_arguments,
+    run_worker,
+)
 from proposers.hidden_states.plan import CONNECTOR, CONNECTOR_OF_THE_HOST, connector_config
 
 # `MTP_PROPOSERS`, and the runner that is asked for; None: the default, which is not the same for all.
@@ -38,18 +45,14 @@ def build_engine(spec: dict[str, Any]) -> Any:
     from vllm import LLM
 
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if spec["dummy_weights"] else {}
-
-    return LLM(
-        spec["model"],
-        dtype=spec["dtype"],
-        max_model_len=spec["prompt_tokens"] + max(STEADY) * spec["output_tokens"] // 4 + 2,
-        max_num_seqs=spec["batch"],
-        disable_log_stats=False,
-        enable_prefix_caching=False,  # every run computes the same prompts anew
-        **dummy,
-        **extraction_arguments(spec),
-        **spec["engine"],
-    )
+    defaults = dummy | {
+        "dtype": spec["dtype"],
+        "max_model_len": spec["prompt_tokens"] + max(STEADY) * spec["output_tokens"] // 4 + 2,
+        "max_num_seqs": spec["batch"],
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,  # every run computes the same prompts anew
+    }
+    return LLM(spec["model"], **merge_engine_arguments(defaults, extraction_arguments(spec), spec["engine"]))
 
 
 def has_records(mode: str) -> bool:

@@ -16,6 +16,7 @@ from bench.workers.engine import (
     describe_engine,
     drafter_of,
     keep_engine_in_process,
+    merge_engine_arguments,
     random_prompts,
     run_batch,
     run_worker,
@@ -32,11 +33,15 @@ MODES = {
     "ours-v2": ("on", "1"),
     "ours-v2-cheap": ("on", "1"),
     "ours-v2-adaptive": ("on", "1"),
+    "ours-v2-all-rows": ("on", "1"),
 }
 CHEAP = "-cheap"
 """How the name of a mode ends whose drafts read weights of 8 bits and score a part of the vocabulary."""
 ADAPTIVE = "-adaptive"
 """How the name of a mode ends in which the number of drafts is chosen step by step."""
+ALL_ROWS = "-all-rows"
+"""How the name of a mode ends that has a prefix cache, emptied before each run: for its sake modules run over all of a
+prompt."""
 PROFILED_STEPS, PROFILES = 20, 3
 
 
@@ -50,6 +55,8 @@ def options_of(mode: str, vocab_size: int, size: int, folder: Path) -> dict[str,
     """
     if mode.endswith(ADAPTIVE):
         return {"additional_config": {"mtp_proposers": {"adapt_drafts": True}}}
+    if mode.endswith(ALL_ROWS):
+        return {"enable_prefix_caching": True}
     if not mode.endswith(CHEAP):
         return {}
     file = folder / "draft_vocabulary.json"
@@ -69,20 +76,19 @@ def build_engine(spec: dict[str, Any]) -> tuple[Any, int | None]:
         "synthetic_acceptance_rates": spec["acceptance_rates"],
         **spec["speculative_config"],
     }
+    defaults = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(spec["prompt_tokens"]) + spec["output_tokens"] + spec["k"] + 1,
+        "max_num_seqs": max(spec["batches"]),
+        "tensor_parallel_size": spec["tensor_parallel"],
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,  # every run computes the same prompts anew
+    }
+    of_mode = options_of(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"]))
+    of_mode |= {"speculative_config": None if spec["mode"] == "none" else speculative}
     with GraphMemory() as graph_memory:
-        llm = LLM(
-            spec["model"],
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=max(spec["prompt_tokens"]) + spec["output_tokens"] + spec["k"] + 1,
-            max_num_seqs=max(spec["batches"]),
-            tensor_parallel_size=spec["tensor_parallel"],
-            speculative_config=None if spec["mode"] == "none" else speculative,
-            disable_log_stats=False,
-            enable_prefix_caching=False,
-            **options_of(spec["mode"], spec["vocab_size"], spec["draft_vocabulary"], Path(spec["model"])),
-            **spec["engine"],
-        )
+        llm = LLM(spec["model"], **merge_engine_arguments(defaults, of_mode, spec["engine"]))
     # Where engines start side by side, what the device lacks afterwards is not what one of them took; several ranks
     # have processes of their own.
     return llm, None if spec["by_turns"] or spec["tensor_parallel"] > 1 else graph_memory.num_bytes
@@ -231,6 +237,7 @@ def run_by_turns(llm: Any, spec: dict[str, Any], prompts: list[list[int]]) -> di
         for batch in spec["batches"]:
             take_turn()
             report_progress(f"prompt {length}, batch {batch}, run {repeat + 1} of {spec['runs']}")
+            llm.reset_prefix_cache()  # which one of the modes has
             drafts, accepted = acceptance_counters(llm)
             llm.collective_rpc(take_propose_times)
             run = run_batch(llm.llm_engine, prompts[:batch], output_tokens, f"{length}-{batch}-{repeat}")

@@ -8,7 +8,14 @@ from typing import Any
 
 from bench.device import for_device
 from bench.processes import report_progress, take_turn
-from bench.workers.engine import acceptance_counters, describe_engine, keep_engine_in_process, run_batch, run_worker
+from bench.workers.engine import (
+    acceptance_counters,
+    describe_engine,
+    keep_engine_in_process,
+    merge_engine_arguments,
+    run_batch,
+    run_worker,
+)
 from bench.workers.host_parts import HostClock
 from bench.workers.propose_times import take_propose_times, time_propose
 
@@ -74,11 +81,14 @@ def build_engine(spec: dict[str, Any]) -> Any:
         "max_model_len": spec["max_model_len"],
         "max_num_seqs": spec["at_once"],
         "skip_tokenizer_init": True,
-        "speculative_config": None if speculative is None else config | speculative,
-        "enable_prefix_caching": True,
         "disable_log_stats": False,
     }
-    return LLM(spec["model"], **for_device(Path(spec["model"]), arguments) | spec["engine"])
+    of_mode = {
+        "speculative_config": None if speculative is None else config | speculative,
+        "enable_prefix_caching": True,
+    }
+    arguments = merge_engine_arguments(arguments, of_mode, spec["engine"])
+    return LLM(spec["model"], **for_device(Path(spec["model"]), arguments))
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.processes import run_mode, run_modes_by_turns
+from bench.workers.engine import merge_engine_arguments
 
 
 def noted(shared: Path) -> list[list[str]]:
@@ -50,3 +51,13 @@ def test_a_mode_that_was_killed_while_it_waited_is_told_of(tmp_path: Path) -> No
     specs = [{"mode": "a", "turns": 3, "shared": shared}, {"mode": "b", "turns": 3, "shared": shared, "kills_in": 0}]
     with pytest.raises(RuntimeError, match=r"Mode a failed with exit status -9"):
         run_modes_by_turns(specs, "tests.support.turns")
+
+
+def test_what_is_asked_for_goes_before_defaults_and_not_before_what_a_mode_is() -> None:
+    defaults, of_mode = {"max_num_seqs": 8, "enable_prefix_caching": False}, {"speculative_config": None}
+    asked = {"enable_prefix_caching": True, "block_size": 32}
+    assert merge_engine_arguments(defaults, of_mode, asked) == {
+        "max_num_seqs": 8, "speculative_config": None, "enable_prefix_caching": True, "block_size": 32
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="--engine has speculative_config, which the modes set themselves"):
+        merge_engine_arguments(defaults, of_mode, {"speculative_config": {"method": "ngram"}})
