@@ -41,9 +41,11 @@ def build_engine(spec: dict[str, Any]) -> Any:
         "max_num_seqs": max(spec["batches"]),
         "disable_log_stats": False,
         "skip_tokenizer_init": not spec["has_tokenizer"],
-        "enable_prefix_caching": spec["mode"] == ALL_ROWS,  # every run computes the same prompts anew
+        "enable_prefix_caching": False,  # every run computes the same prompts anew
     }
     of_mode: dict[str, Any] = {"speculative_config": None if spec["mode"] == "none" else speculative}
+    if spec["mode"] == ALL_ROWS:
+        of_mode["enable_prefix_caching"] = True
     if cheap:
         of_mode["additional_config"] = {KEY: cheap}
     return LLM(spec["model"], **merge_engine_arguments(defaults, of_mode, spec["engine"]))

@@ -186,7 +186,7 @@ def gpu_where() -> str:
         "slots and window": "slots and window",
         "everything else": "other",
     }
-    spent = {mode: record(SHORT.name)["modes"][mode]["prompts"]["256"]["gpu_ms_by_family"][batch] for mode in MODES}
+    spent = {mode: SHORT.cell(mode, "gpu_ms_by_family", batch) for mode in MODES}
     rows = [[label, *(f"{spent[mode].get(key, 0):.2f}" for mode in MODES)] for label, key in families.items()]
     for label, key in {"GPU busy": "gpu_busy_ms", "host in `propose`": "propose_host_ms", "step": "step_ms"}.items():
         rows.append([label, *(show(SHORT.get(mode, key, batch), 2) for mode in MODES)])
@@ -218,9 +218,7 @@ def in_full(run: Run) -> str:
     rows = []
     for figure, (digits, has_quartiles) in IN_FULL.items():
         for batch in run.batches:
-            cells = [
-                record(run.name)["modes"][mode]["prompts"][run.prompt].get(figure, {}).get(batch) for mode in modes
-            ]
+            cells = [run.cell(mode, figure, batch) for mode in modes]
             shown = [show_quartiles(cell, digits) if has_quartiles and cell else show(cell, digits) for cell in cells]
             shown = ["-" if "nan" in cell else cell for cell in shown]
             if any(cell != "-" for cell in shown):

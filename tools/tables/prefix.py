@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.tables.records import RESULTS, record, sentences, show, span, table
+from tools.tables.serving import SHARED, by_concurrency
 
 LABELS = {"shared_prompt": "shared prompt", "sessions": "sessions", "growing": "growing prompt"}
 MODES = {
@@ -74,18 +75,17 @@ def prefix_says() -> str:
 
 def _as_served() -> str:
     """Of a large shape, whose first token is not mostly the host's time as that of a tiny model on a GPU is."""
-    served = record("serving-h200-shared")
-    (length,), shared = served["settings"]["prompt_tokens"], served["settings"]["shared_prefix"]
-    ttft = {mode: entry["prompts"][str(length)]["ttft_ms"] for mode, entry in served["modes"].items()}
-    ours, theirs = (
-        " and ".join(f"{ttft[mode][x]['median'] / ttft['none'][x]['median']:.2f}" for x in ttft["none"])
-        for mode in ("ours-v2", "upstream-v2")
+    settings = record(SHARED)["settings"]
+    (length,), shared = settings["prompt_tokens"], settings["shared_prefix"]
+    none, ours, theirs = (
+        by_concurrency(SHARED, mode, str(length), "ttft_ms") for mode in ("none", "ours-v2", "upstream-v2")
     )
-    at_once = " and ".join(ttft["none"])
+    over = [" and ".join(f"{times[x]['median'] / none[x]['median']:.2f}" for x in none) for times in (ours, theirs)]
+    at_once = " and ".join(none)
     return (
         "A tiny model's first token on a GPU is mostly the host's time. As served, by Step-3.5's shape on an H200 with "
-        f"{shared:.2f} of every prompt of {length} tokens in the cache, it comes after {ours} times what it takes "
-        f"without speculation, drafting included, and {theirs} times with vLLM's, with {at_once} requests at a time."
+        f"{shared:.2f} of every prompt of {length} tokens in the cache, it comes after {over[0]} times what it takes "
+        f"without speculation, drafting included, and {over[1]} times with vLLM's, with {at_once} requests at a time."
     )
 
 

@@ -20,9 +20,14 @@ PROPOSE_GOAL = 0.6  # ms of the host in a step with a prompt
 CHEAP_GOAL = {"1": 1.35, "8": 1.35}
 
 
+def by_concurrency(name: str, mode: str, length: str, figure: str) -> dict[str, Any]:
+    """Quartiles of a record, of as many cells as were measured before a run was cut off."""
+    return dict(record(name)["modes"][mode]["prompts"].get(length, {}).get(figure, {}))
+
+
 def served(figure: str, mode: str) -> dict[str, Any]:
     """By concurrency, of prompts of 256 tokens."""
-    return dict(record(SERVED)["modes"][mode]["prompts"]["256"][figure])
+    return by_concurrency(SERVED, mode, "256", figure)
 
 
 def speeds() -> dict[str, list[float]]:
@@ -84,7 +89,7 @@ def cells(name: str) -> str:
 
 def cell(name: str, mode: str, length: str, figure: str, concurrency: str) -> float | None:
     """A median; None where the run was cut off before."""
-    found = record(name)["modes"][mode]["prompts"].get(length, {}).get(figure, {}).get(concurrency)
+    found = by_concurrency(name, mode, length, figure).get(concurrency)
     return found and float(found["median"])
 
 
