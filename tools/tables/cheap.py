@@ -89,7 +89,24 @@ def prompts() -> str:
         {found["settings"]["prompt_tokens"]} tokens after {show_quartiles(all_rows, 0)} ms where the modules run over
         all rows, {show_quartiles(last, 0)} where they run over the last ones, and {show_quartiles(none, 0)} without
         speculation: of what drafting adds, {1 - drafting[1] / drafting[0]:.2f} is gone. Acceptance is that of exact
-        drafts in both. On a GPU it wasn't measured.
+        drafts in both. {_prompts_on_gpu()}
+    """)
+
+
+def _prompts_on_gpu() -> str:
+    found = record("gpu-h200-prompts")
+    settings, modes = found["settings"], ("none", "ours-v2-all-rows", "ours-v2")
+    (length,), (alone, many) = settings["prompt_tokens"], map(str, settings["batches"])
+    figures = [found["modes"][mode]["prompts"][str(length)] for mode in modes]
+    ttft = [of_mode["ttft_ms"][alone] for of_mode in figures]
+    none, all_rows, last = (times["median"] for times in ttft)
+    shown = [show_quartiles(times, 1) for times in ttft]
+    speeds = [show_quartiles(of_mode["output_tokens_per_s"][many], 0) for of_mode in figures]
+    return sentences(f"""
+        On an H200, with {settings["layers"]} layers of Step-3.5's shape, prompts of {length} tokens and a vocabulary of
+        {settings["vocab_size"]}, it is {shown[1]} ms, {shown[2]} and {shown[0]} for a prompt alone, so
+        {1 - (last - none) / (all_rows - none):.2f} is gone; {many} requests of {settings["output_tokens"]} new tokens
+        have {speeds[1]} tokens/s, {speeds[2]} and {speeds[0]}.
     """)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.spread import show_quartiles
 from tools.tables.records import RESULTS, record, sentences, show, span, table
 from tools.tables.serving import SHARED, by_concurrency
 
@@ -64,7 +65,7 @@ def prefix_says() -> str:
                 continue
             rest.append(of_none(ours, none))
             if rest[-1] > GOAL:
-                misses.append(f"{label(found)} ({LABELS[name]}, {rest[-1]:.2f})")
+                misses.append(f"{label(found)} ({LABELS[name]}, {_spread_of_none(ours, rest[-1])})")
     return sentences(f"""
         This package's hits are {span(hits)} of those without speculation, and its acceptance {span(exact, 3)} of exact
         drafts'. The first token comes after {span(first)} times what it takes without speculation, and
@@ -93,6 +94,11 @@ def of_none(entry: dict[str, Any], none: dict[str, Any]) -> float:
     """A first token's time less its drafting, over that without speculation: of requests in pairs, if known."""
     pairs = entry.get("ttft_less_drafting_of_none")
     return float(pairs["median"] if pairs else entry["ttft_less_drafting_ms"] / none["ttft_ms"])
+
+
+def _spread_of_none(entry: dict[str, Any], median: float) -> str:
+    pairs = entry.get("ttft_less_drafting_of_none")
+    return show_quartiles(pairs, 2) if pairs else show(median, 2)
 
 
 def _against_the_goal(rest: list[float], misses: list[str]) -> str:
