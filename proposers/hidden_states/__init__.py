@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from proposers.hidden_states.record import Record, RecordDataset, RecordInfo, load
+    from proposers.hidden_states.layout import RecordInfo
+    from proposers.hidden_states.record import Record, RecordDataset, load
 
 __all__ = ["Record", "RecordDataset", "RecordInfo", "load"]
 

@@ -12,8 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from proposers.hidden_states import fp8
-from proposers.hidden_states.record import SUFFIX
+from proposers.hidden_states.layout import ENCODING, PLAIN, SUFFIX
 
 
 class Request(NamedTuple):
@@ -90,7 +89,7 @@ class OwnEngine:
         config = self._engine_args().create_engine_config()
         plan = ExtractionPlan.of(config)
         assert plan is not None
-        self._row_bytes = sum(plan.record_bytes(fp8.ENCODING if eight_bits else fp8.PLAIN))
+        self._row_bytes = sum(plan.record_bytes(ENCODING if eight_bits else PLAIN))
         self._at_once = 2 * config.scheduler_config.max_num_seqs
         self.max_length: int = config.model_config.max_model_len
 

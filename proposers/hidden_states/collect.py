@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from proposers.hidden_states.backends import Backend, Outcome, Request
 from proposers.hidden_states.conversations import Lines, Renderer
+from proposers.hidden_states.layout import SUFFIX
 from proposers.hidden_states.masks import FILE as MASKS
-from proposers.hidden_states.record import SUFFIX
 
 PLAN, FAILURES = "collect.json", "failures.jsonl"
 RECORDS_PER_FOLDER = 1000

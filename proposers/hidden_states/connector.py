@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -42,16 +41,17 @@ from mtp.groups import choose_anchor
 from mtp.store import RowStore
 from proposers.hidden_states.admission import LOADED, REASONS, SAMPLING, Admission
 from proposers.hidden_states.drafts import Step, StepLog, drafts_of_steps, slots_of_steps
+from proposers.hidden_states.layout import RecordInfo
 from proposers.hidden_states.loaded import LoadedBlocks
 from proposers.hidden_states.plan import METHOD, ExtractionPlan, asks_for_hidden_states
-from proposers.hidden_states.record import RecordInfo
 from proposers.hidden_states.request import RecordRequest, Settings, generated_name
+from proposers.hidden_states.ring import Ring
 from proposers.hidden_states.slices import Slices
 from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats, skipped
 from proposers.hidden_states.stop_strings import StopStrings
-from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
-from proposers.hidden_states.writer import FileSink, Job, Ring, ShardSink, Sink, Writers, Written, log_failure
+from proposers.hidden_states.writer import Job, Recipient, Written
+from proposers.hidden_states.writer_process import SinkSettings, WriterProcess, log_failure
 
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
@@ -153,7 +153,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._results: dict[str, dict[str, Any]] = {}
         else:
             self._transfer: RowTransfer | None = None
-            self._writers: Writers | None = None  # on the first rank alone
+            self._writers: WriterProcess | None = None  # on the first rank alone
             self._close: Callable[[], Any]
             self._reading: dict[str, Callable[[], bool]] = {}
             self._written: list[Written] = []
@@ -236,7 +236,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         info = RecordInfo(
             layer_ids=self._plan.layer_ids,
             num_layers=self._plan.num_layers,
-            dtype=str(self._plan.dtype).removeprefix("torch."),
+            dtype=self._plan.dtype_name,
             model=self._vllm_config.model_config.model,
             rows=stop - start,
             first_position=start,
@@ -312,15 +312,21 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         slices, ring_bytes = Slices(self._plan.num_slices, store.rows.device), self.settings.ring_bytes
         encoding = self.settings.encoding
         if not slices.is_first:
-            ring = Ring(ring_bytes, pinned=False, device="meta")
+            ring = Ring(ring_bytes, pinned=False, has_memory=False)
             self._transfer = RowTransfer(store, ring, self._waits, slices, encoding)
             self._close = weakref.finalize(self, self._transfer.finish)
             return
-        self._storage = Storage(self.settings.storage_root)
         self._ring = Ring(ring_bytes, pinned=store.rows.is_cuda)
         self._transfer = RowTransfer(store, self._ring, self._waits, slices, encoding)
-        self._writers = Writers(self._make_sinks(), self.settings.shard_seconds)
-        self._close = weakref.finalize(self, _close, self._transfer, self._writers, self._storage)
+        of_sinks = {name: getattr(self.settings, name) for name in SinkSettings._fields}
+        self._writers = WriterProcess(SinkSettings(**of_sinks), self._ring)
+        self._close = weakref.finalize(self, _close, self._transfer, self._writers)
+        if self.settings.sharded:
+            logger.warning(
+                "sharded=true: answers name a hidden_states_shard and a hidden_states_name in it, and no "
+                "hidden_states_path, so clients that want a file per request (speculators, ModelOpt) stop with an "
+                "error. Leave sharded out for them."
+            )
         if (ranks := self._vllm_config.parallel_config.tensor_parallel_size) > 1:
             logger.info(
                 "Of %d tensor-parallel ranks %s, and rank 0 writes them.",
@@ -329,16 +335,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 if slices.count > 1
                 else f"the first keeps the hidden states, whose size {self._plan.hidden_size} can't be divided",
             )
-
-    def _make_sinks(self) -> list[Sink]:
-        if self.settings.sharded:  # one thread: more would each have a shard of their own
-            logger.warning(
-                "sharded=true: answers name a hidden_states_shard and a hidden_states_name in it, and no "
-                "hidden_states_path, so clients that want a file per request (speculators, ModelOpt) stop with an "
-                "error. Leave sharded out for them."
-            )
-            return [ShardSink(self._storage, self.settings.shard_bytes)]
-        return [FileSink(self._storage, self.settings.lock_files) for _ in range(self.settings.writer_threads)]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -358,17 +354,17 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._transfer is not None
         batch = []
         for take in takes:
-            job = self._job_of(take)
-            batch.append((job, take.block_ids, take.kept_blocks))
+            recipient: Recipient = (job := self._job_of(take))
             if self._writers is not None:
-                self._writers.submit(job)
+                recipient = self._writers.submit(job)
                 self._rows[take.info.request_id] = take.info.rows
                 self._submitted_bytes += job.row_bytes
+            batch.append((recipient, take.block_ids, take.kept_blocks))
         try:
             were_read = self._transfer.submit(batch)
         except BaseException:
-            for job, *_ in batch:  # or the writers would wait for their rows forever
-                job.parts.put(None)
+            for recipient, *_ in batch:  # or the writers would wait for their rows forever
+                recipient.put(None)
             raise
         self._reading |= zip((take.info.request_id for take in takes), were_read, strict=True)
 
@@ -376,7 +372,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         row_shape = (len(self._plan.layer_ids), self._plan.hidden_size)
         if self._writers is None:  # the first rank's job has the name, and gets the rows
             return Job("", False, take.info, take.token_ids, row_shape)
-        name = take.name or generated_name(self._storage.run, take.number, take.info.request_id)
+        name = take.name or generated_name(self._writers.run, take.number, take.info.request_id)
         return Job(name, take.name is None, take.info, take.token_ids, row_shape, *self._extras_of(take))
 
     def _extras_of(self, take: Take) -> tuple[Any, ...]:
@@ -385,10 +381,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return ()
         assert self._transfer is not None
         found = self._transfer.copy_drafts(slots_of_steps(steps, take.block_ids, self._transfer.block_size))
-        shapes = (("draft_rows", (len(steps),)), ("draft_counts", (len(steps), 2)), ("draft_tokens", found.shape))
+        shapes = (
+            ("draft_rows", (len(steps),)),
+            ("draft_counts", (len(steps), 2)),
+            ("draft_tokens", tuple(found.shape)),
+        )
 
-        def read() -> Mapping[str, torch.Tensor]:
-            return drafts_of_steps(steps, found, take.token_ids, take.info.first_position, take.preemptions)
+        def read() -> Mapping[str, bytes]:
+            tensors = drafts_of_steps(steps, found, take.token_ids, take.info.first_position, take.preemptions)
+            return {name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors.items()}
 
         return shapes, read
 
@@ -404,7 +405,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             del self._reading[request_id]
         return read or None, None
 
-    def _note_written(self, writers: Writers, idle: bool) -> None:
+    def _note_written(self, writers: WriterProcess, idle: bool) -> None:
         idle_wait = IDLE_WAIT_S if self._waits else IDLE_WAIT_WHILE_SERVING_S
         self._written = writers.take_results(idle_wait if idle else 0.0)
         for record in self._written:
@@ -477,12 +478,11 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return HiddenStatesPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _close(transfer: RowTransfer, writers: Writers, storage: Storage) -> None:
+def _close(transfer: RowTransfer, writers: WriterProcess) -> None:
     try:
         transfer.finish()
     finally:
         writers.close()
-        storage.close()
 
 
 def _response(record: Written) -> dict[str, Any]:

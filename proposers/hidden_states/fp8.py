@@ -4,29 +4,12 @@ Layers' streams differ in size by orders of magnitude, and tokens' do too, so a 
 names and shapes are those that the fp8 transfer of speculators' `hs-connectors` reads; its scales are of a row.
 """
 
-from typing import NamedTuple
-
 import torch
 
-PLAIN, ENCODING = "plain", "fp8_e4m3"
 DTYPE = torch.float8_e4m3fn
-SCALES = "hidden_states_scales"
 
 # Of rows in float32, which quantizing needs memory for, some rows at a time.
 EXACT_BYTES = 32 << 20
-
-
-class RowBytes(NamedTuple):
-    """What a token takes in a record: its layers' values, and their scales, which rows as they are have none of."""
-
-    values: int
-    scales: int
-
-    @classmethod
-    def of(cls, encoding: str, num_layers: int, hidden_size: int, dtype: torch.dtype) -> "RowBytes":
-        if encoding == ENCODING:
-            return cls(num_layers * hidden_size, num_layers * torch.float32.itemsize)
-        return cls(num_layers * hidden_size * dtype.itemsize, 0)
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from proposers.hidden_states.fp8 import RowBytes
+from proposers.hidden_states.layout import RowBytes, dtype_name
 
 METHOD = "extract_hidden_states"
 
@@ -84,11 +84,14 @@ class ExtractionPlan:
         num_slices = 1 if hidden_size % ranks else ranks
         return cls(ids, num_layers, hidden_size, model_config.dtype, num_drafts, num_slices)
 
-    def record_bytes(self, encoding: str) -> "RowBytes":
+    def record_bytes(self, encoding: str) -> RowBytes:
         """What a token's rows take in a record."""
-        from proposers.hidden_states.fp8 import RowBytes  # torch is imported with it
+        return RowBytes.of(encoding, len(self.layer_ids), self.hidden_size, self.dtype_name)
 
-        return RowBytes.of(encoding, len(self.layer_ids), self.hidden_size, self.dtype)
+    @property
+    def dtype_name(self) -> str:
+        """As a record states it."""
+        return dtype_name(self.dtype)
 
     @property
     def row_bytes(self) -> int:

@@ -7,11 +7,10 @@ from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, get_args
 
-from proposers.hidden_states import fp8
-from proposers.hidden_states.record import SHARD_SUFFIX, SUFFIX
+from proposers.hidden_states.layout import ENCODING, PLAIN, SHARD_SUFFIX, SUFFIX
 
 RECORDS_PER_FOLDER = 1000
-ENCODINGS = {"model": fp8.PLAIN, "fp8": fp8.ENCODING}
+ENCODINGS = {"model": PLAIN, "fp8": ENCODING}
 _MAX_PART_BYTES, _MAX_NAME_BYTES = 200, 1000
 
 

@@ -9,7 +9,7 @@ the same pieces, whose slices are gathered on the first, and before each it tell
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from mtp.slots import slots_of
 from mtp.store import RowStore
-from proposers.hidden_states.fp8 import PLAIN, RowBytes, quantize
+from proposers.hidden_states.fp8 import quantize
+from proposers.hidden_states.layout import PLAIN, RowBytes, dtype_name
+from proposers.hidden_states.ring import Region, Ring
 from proposers.hidden_states.slices import Slices
-from proposers.hidden_states.writer import Job, Part, Region, Ring
+from proposers.hidden_states.writer import HERE, Arrival, Part, Recipient
 
 MAX_PIECE_BYTES = 64 << 20  # of the device
 
@@ -63,7 +65,8 @@ class RowTransfer:
         self._store = store
         self._rows = store.rows.flatten(0, 1)
         num_layers, slice_size = self._rows.shape[1:]
-        self._row = RowBytes.of(self._encoding, num_layers, slice_size * self._slices.count, self._rows.dtype)
+        size, dtype = slice_size * self._slices.count, dtype_name(self._rows.dtype)
+        self._row = RowBytes.of(self._encoding, num_layers, size, dtype)
         row_bytes = self._row_bytes = sum(self._row)
         on_device = self._rows[0].numel() * self._rows.dtype.itemsize * self._slices.count
         self._piece_rows = min(len(self._ring.buffer) // 2 // row_bytes, MAX_PIECE_BYTES // on_device)
@@ -88,7 +91,7 @@ class RowTransfer:
         """Of those rows."""
         return sum(len(piece.slots) for piece in self._pieces) * self._row_bytes
 
-    def submit(self, batch: Sequence[tuple[Job, Sequence[int], int]]) -> list[Callable[[], bool]]:
+    def submit(self, batch: Sequence[tuple[Recipient, Sequence[int], int]]) -> list[Callable[[], bool]]:
         """Copies the rows of these jobs, whose first position is `job.info.first_position`, or has them wait.
 
         Args:
@@ -145,7 +148,7 @@ class RowTransfer:
         """Tells the writers that nothing more will come."""
         for piece in self._pieces:
             for reading, *_ in piece.owners:
-                reading.job.parts.put(None)
+                reading.job.put(None)
         self._pieces.clear()
 
     def _copy_next(self, wait: bool) -> bool:
@@ -162,10 +165,7 @@ class RowTransfer:
         self._pieces.popleft()
         for reading, first, last in piece.owners:
             if region is not None:
-                values, scales = self._memory(region, len(piece.slots))
-                values = values[first * self._row.values : last * self._row.values]
-                scales = scales[first * self._row.scales : last * self._row.scales]
-                reading.job.parts.put(Part(region, values, scales, arrived.wait))
+                reading.job.put(Part(region, *self._places(len(piece.slots), first, last), arrived))
             if reading.copied(last - first, arrived.query):
                 self._kept_blocks -= reading.kept_blocks
         return True
@@ -174,7 +174,7 @@ class RowTransfer:
         size = len(piece.slots) * self._row_bytes, len(piece.owners)
         return self._ring.take(*size) if wait else self._ring.take_now(*size)
 
-    def _copy(self, slots: torch.Tensor, region: Region | None) -> "_Arrival":
+    def _copy(self, slots: torch.Tensor, region: Region | None) -> Arrival:
         self.gathers += 1
         if self._stream is None:
             if region is not None and self._slices.count == 1 and not self._row.scales:
@@ -182,7 +182,7 @@ class RowTransfer:
                 torch.index_select(self._rows, 0, slots, out=host)
             elif (rows := self._slices.assemble(self._rows.index_select(0, slots))) is not None:
                 self._copy_encoded(self._encode(rows), region)
-            return _Arrival(lambda: True, lambda: None)
+            return HERE
         device = self._rows.device
         # A collective takes its turn among the model's: two that run at once may wait for each other.
         gathering = self._stream if self._slices.count == 1 else torch.cuda.current_stream(device)
@@ -196,9 +196,9 @@ class RowTransfer:
                 rows.record_stream(self._stream)
                 self._copy_encoded(self._encode(rows), region)
                 self.copies += 1
-            event = torch.cuda.Event(blocking=True)  # writers sleep until then, and leave the cores to who serves
+            event = torch.cuda.Event()
             event.record()
-        return _Arrival(event.query, event.synchronize)
+        return Arrival(event.query, event.synchronize)
 
     def _encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Whole rows `[num_rows, num_layers, hidden_size]` as they are stored: values, and scales if there are any."""
@@ -206,24 +206,22 @@ class RowTransfer:
 
     def _copy_encoded(self, encoded: tuple[torch.Tensor, ...], region: Region | None) -> None:
         assert region is not None  # the rank that has the rows has the ring
-        for memory, part in zip(self._memory(region, len(encoded[0])), encoded, strict=False):
+        num_rows = len(encoded[0])
+        for place, part in zip(self._places(num_rows, 0, num_rows), encoded, strict=False):
+            memory = region.memory[place.start : place.stop]
             memory.copy_(part.reshape(-1).view(torch.uint8), non_blocking=True)
 
-    def _memory(self, region: Region, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the values of so many rows lie in a region, and where their scales do, as bytes."""
-        size = num_rows * self._row.values
-        return region.memory[:size], region.memory[size:]
-
-
-class _Arrival(NamedTuple):
-    query: Callable[[], bool]
-    wait: Callable[[], Any]
+    def _places(self, num_rows: int, first: int, last: int) -> tuple[range, range]:
+        """Of a region of so many rows, where the values of `[first, last)` lie, and where their scales do."""
+        values, scales = self._row
+        behind = num_rows * values
+        return range(first * values, last * values), range(behind + first * scales, behind + last * scales)
 
 
 class _Reading:
     """A job's rows on their way out of the store; `rows` is how many are still to be copied."""
 
-    def __init__(self, job: Job, kept_blocks: int, rows: int) -> None:
+    def __init__(self, job: Recipient, kept_blocks: int, rows: int) -> None:
         self.job, self.kept_blocks, self.rows = job, kept_blocks, rows
         self._arrived: Callable[[], bool] | None = None
 

@@ -1,31 +1,31 @@
-"""From host memory to disk: a ring that bounds what waits there, and threads that write it.
+"""From host memory to disk: what is to be written, files and shards of it, and the threads that write them.
 
-The engine's thread takes room in the ring, has rows copied into it and hands them on; a writer thread waits for the
-copy, writes, and gives the room back. The ring is all the memory there is: when the disk is slower than the model, rows
-wait where they are (`RowTransfer`).
+They run in a process of their own (`writer_process.py`), which is why neither torch nor vLLM is imported here.
 """
 
 import json
-import logging
 import math
 import os
 import queue
 import threading
 import time
-from collections import deque
+from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
-from proposers.hidden_states import fp8
-from proposers.hidden_states.record import DTYPES, SCHEMA, SHARD_SUFFIX, RecordInfo, safetensors_header
+from proposers.hidden_states.layout import (
+    DTYPES,
+    SCALES,
+    SCHEMA,
+    SHARD_SUFFIX,
+    RecordInfo,
+    RowBytes,
+    safetensors_header,
+)
 from proposers.hidden_states.storage import Storage
-
-logger = logging.getLogger("vllm.proposers.hidden_states")
 
 SHARD_HEADER_BYTES = 1 << 20
 
@@ -40,114 +40,57 @@ class Written(NamedTuple):
     num_bytes: int
 
 
-class Region:
-    """Bytes `[start, stop)` of the ring, until everyone who was given a part has released it."""
+class Room(Protocol):
+    """A region of the ring, which begins at its byte `start`, here or in the engine's process."""
 
-    def __init__(self, ring: "Ring", start: int, stop: int, users: int) -> None:
-        self.ring, self.start, self.stop, self.users = ring, start, stop, users
+    start: int
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """`[num_bytes]` uint8."""
-        return self.ring.buffer[self.start : self.stop]
+    def bytes_of(self, start: int, stop: int) -> memoryview: ...
 
-    def release(self) -> None:
-        self.ring.release(self)
+    def release(self) -> None: ...
 
 
-class Ring:
-    """A fixed amount of host memory, handed out in order and taken back in any.
+class Arrival(NamedTuple):
+    """Of rows in a region: whether they have arrived, and what returns when they have."""
 
-    Args:
-        device: `meta`: no memory, for a rank that has to know no more than how much the first one has.
+    query: Callable[[], bool]
+    wait: Callable[[], Any]
 
-    Attributes:
-        buffer: `[num_bytes]` uint8.
-        peak_bytes: the most that was in use at one time.
-    """
 
-    def __init__(self, num_bytes: int, pinned: bool, device: str = "cpu") -> None:
-        self.buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned, device=device)
-        self.peak_bytes = 0
-        self._regions: deque[Region] = deque()
-        self._changed = threading.Condition()
-
-    @property
-    def used_bytes(self) -> int:
-        """How much is in use now."""
-        with self._changed:
-            return sum(region.stop - region.start for region in self._regions)
-
-    def take(self, num_bytes: int, users: int) -> Region:
-        """Room for that many bytes, and waits until there is.
-
-        Raises:
-            ValueError: there never will be.
-        """
-        with self._changed:
-            while (region := self.take_now(num_bytes, users)) is None:
-                self._changed.wait()
-            return region
-
-    def take_now(self, num_bytes: int, users: int) -> Region | None:
-        """Room for that many bytes, or None while there isn't.
-
-        Raises:
-            ValueError: there never will be.
-        """
-        if num_bytes > len(self.buffer):
-            raise ValueError(f"{num_bytes} bytes were asked of a ring of {len(self.buffer)}.")
-        with self._changed:
-            start = self._room(num_bytes)
-            if start is None:
-                return None
-            region = Region(self, start, start + num_bytes, users)
-            self._regions.append(region)
-            self.peak_bytes = max(self.peak_bytes, sum(r.stop - r.start for r in self._regions))
-            return region
-
-    def release(self, region: Region) -> None:
-        with self._changed:
-            region.users -= 1
-            while self._regions and self._regions[0].users == 0:
-                self._regions.popleft()
-            self._changed.notify_all()
-
-    def _room(self, num_bytes: int) -> int | None:
-        if not self._regions:
-            return 0
-        oldest, newest = self._regions[0].start, self._regions[-1].stop
-        if newest > oldest:
-            if newest + num_bytes <= len(self.buffer):
-                return newest
-            return 0 if num_bytes <= oldest else None
-        return newest if newest + num_bytes <= oldest else None
+HERE = Arrival(lambda: True, lambda: None)
 
 
 class Part(NamedTuple):
     """Consecutive rows of one record in a region.
 
     Attributes:
-        values, scales: `[num_bytes]` uint8, as they are stored; of rows in eight bits alone there are scales.
-        wait: returns when the rows have arrived.
+        values, scales: where in the region, as they are stored; of rows in eight bits alone there are scales.
     """
 
-    region: Region
-    values: torch.Tensor
-    scales: torch.Tensor
-    wait: Callable[[], Any]
+    region: Room
+    values: range
+    scales: range
+    arrival: Arrival = HERE
+
+
+class Recipient(Protocol):
+    """Takes a record's rows, in order, and None where no more will come."""
+
+    info: RecordInfo
+
+    def put(self, part: Part | None) -> None: ...
 
 
 @dataclass(slots=True)
 class Job:
-    """One record to write; its rows come as parts, in order, and None says that no more will come.
+    """One record to write.
 
     Attributes:
         name: path under the storage root without suffix, or the name within a shard.
         replace: the name is the connector's own, so nobody else has it.
         row_shape: `[L, H]`.
         extras: int32 tensors that come after the rows, name and shape of each.
-        read_extras: gives them by name, once the rows have arrived.
+        read_extras: gives their bytes by name, once the rows have arrived.
     """
 
     name: str
@@ -156,16 +99,16 @@ class Job:
     token_ids: Sequence[int]
     row_shape: tuple[int, int]
     extras: Sequence[tuple[str, Sequence[int]]] = ()
-    read_extras: Callable[[], Mapping[str, torch.Tensor]] | None = None
-    parts: "queue.SimpleQueue[Part | None]" = field(default_factory=queue.SimpleQueue)
+    read_extras: Callable[[], Mapping[str, bytes]] | None = None
+    _parts: "queue.SimpleQueue[Part | None]" = field(init=False, repr=False, default_factory=queue.SimpleQueue)
     missing: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.missing = self.info.rows * self._row.values
 
     @property
-    def _row(self) -> fp8.RowBytes:
-        return fp8.RowBytes.of(self.info.encoding, *self.row_shape, getattr(torch, self.info.dtype))
+    def _row(self) -> RowBytes:
+        return RowBytes.of(self.info.encoding, *self.row_shape, self.info.dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -179,7 +122,7 @@ class Job:
         dtype = "F8_E4M3" if self._row.scales else DTYPES[self.info.dtype]
         of_rows = [(f"{prefix}hidden_states", dtype, (rows, layers, hidden_size), rows * self._row.values)]
         if self._row.scales:
-            of_rows.append((f"{prefix}{fp8.SCALES}", "F32", (rows, layers, 1), rows * self._row.scales))
+            of_rows.append((f"{prefix}{SCALES}", "F32", (rows, layers, 1), rows * self._row.scales))
         extras = [(f"{prefix}{name}", "I32", shape, 4 * math.prod(shape)) for name, shape in self.extras]
         return [token_ids, *of_rows, *extras]
 
@@ -188,36 +131,41 @@ class Job:
         """Bytes of all that is written but the token ids."""
         return sum(num_bytes for *_, num_bytes in self.tensors()[1:])
 
-    def chunks(self) -> Generator[memoryview, None, None]:
-        """The tensors' bytes in that order. Rows are released when the next is asked for or the iterator closed."""
-        yield _bytes_of(torch.tensor(self.token_ids, dtype=torch.int64))
-        scales = []
-        with closing(self._parts()) as parts:
-            for part in parts:
-                scales.append(part.scales.clone())  # they come after all values, and the room is given back
-                yield _bytes_of(part.values)
-        yield from map(_bytes_of, scales)
-        values = {} if self.read_extras is None else self.read_extras()
-        for name, _ in self.extras:
-            yield _bytes_of(values[name].contiguous())
+    def put(self, part: Part | None) -> None:
+        """The next rows; None: no more will come."""
+        self._parts.put(part)
 
-    def _parts(self) -> Generator[Part, None, None]:
+    def chunks(self) -> Generator[bytes | memoryview, None, None]:
+        """The tensors' bytes in that order. Rows are released when the next is asked for or the iterator closed."""
+        yield memoryview(array("q", self.token_ids)).cast("B")
+        scales = []
+        with closing(self.take_parts()) as parts:
+            for part in parts:
+                # They come after all values, and the room is given back.
+                scales.append(bytes(part.region.bytes_of(part.scales.start, part.scales.stop)))
+                yield part.region.bytes_of(part.values.start, part.values.stop)
+        yield from scales
+        extras = {} if self.read_extras is None else self.read_extras()
+        for name, _ in self.extras:
+            yield extras[name]
+
+    def take_parts(self) -> Generator[Part, None, None]:
         """The hidden states as they come, whole rows each. They are released when the next are asked for."""
         while self.missing:
-            part = self.parts.get()
+            part = self._parts.get()
             if part is None:
                 self.missing = 0
                 raise RuntimeError("the engine failed before all rows were copied")
             self.missing -= len(part.values)
             try:
-                part.wait()
+                part.arrival.wait()
                 yield part
             finally:
                 part.region.release()
 
     def drop(self) -> None:
         """Takes what is still to come and releases it."""
-        for _ in self._parts():
+        for _ in self.take_parts():
             pass
 
 
@@ -359,41 +307,27 @@ class ShardSink:
 
 
 class Writers:
-    """The threads, and what became of the records.
+    """The threads.
 
-    Attributes:
-        pending: records that were submitted and not reported yet.
+    Args:
+        max_age: seconds after which a shard is closed.
+        report: told by each thread what became of records.
     """
 
-    def __init__(self, sinks: Sequence[Sink], max_age: float) -> None:
-        self.pending = 0
-        self._max_age = max_age
+    def __init__(self, sinks: Sequence[Sink], max_age: float, report: Callable[[list[Written]], Any]) -> None:
+        self._max_age, self._report = max_age, report
         self._jobs: queue.SimpleQueue[Job | float | None] = queue.SimpleQueue()
-        self._results: list[Written] = []
-        self._changed = threading.Condition()
         self._threads = [threading.Thread(target=self._run, args=(sink,), daemon=True) for sink in sinks]
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: Job) -> None:
         """Its parts may follow later."""
-        with self._changed:
-            self.pending += 1
         self._jobs.put(job)
 
     def flush(self) -> None:
         """Has open shards closed, however little is in them."""
-        if self.pending:
-            self._jobs.put(0.0)
-
-    def take_results(self, timeout: float = 0.0) -> list[Written]:
-        """What was reported since the last call. Where that is nothing, waits so long for a first report."""
-        with self._changed:
-            if timeout and self.pending:
-                self._changed.wait_for(lambda: self._results, timeout)
-            results, self._results = self._results, []
-            self.pending -= len(results)
-            return results
+        self._jobs.put(0.0)
 
     def close(self) -> None:
         """Writes what was submitted in full, and ends the threads."""
@@ -405,32 +339,16 @@ class Writers:
     def _run(self, sink: Sink) -> None:
         job: Job | float | None = self._max_age
         while job is not None:
-            if isinstance(job, Job):
-                self._report(sink.write(job))
-            self._report(sink.flush(job if isinstance(job, float) else self._max_age))
+            results = sink.write(job) if isinstance(job, Job) else []
+            results += sink.flush(job if isinstance(job, float) else self._max_age)
+            if results:
+                self._report(results)
             try:
                 job = self._jobs.get(timeout=self._max_age)
             except queue.Empty:
                 job = self._max_age
-        self._report(sink.flush(0))
-
-    def _report(self, results: list[Written]) -> None:
-        for result in results:
-            if result.error:
-                log_failure(result.request_id, result.error)
-        if results:
-            with self._changed:
-                self._results += results
-                self._changed.notify_all()
-
-
-def log_failure(request_id: str, error: str) -> None:
-    logger.error("The hidden states of request %s were not written: %s", request_id, error)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+        if results := sink.flush(0):
+            self._report(results)
 
 
 def _failed(job: Job, error: Exception) -> Written:

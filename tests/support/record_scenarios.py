@@ -6,8 +6,9 @@ Every engine gets a storage root of its own by `records_engine`, and scenarios r
 import os
 import random
 import resource
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from vllm.exceptions import VLLMValidationError
 
 from bench.reference.residual import residual_stream_of
 from proposers.hidden_states import Record, RecordDataset, load
-from proposers.hidden_states.storage import Storage
 from tests.support.engine_arguments import extract
 from tests.support.scenarios import allow_async_scheduling, metrics, runner
 
@@ -279,22 +279,28 @@ def aborted(llm: LLM, root: str) -> dict[str, Any]:
 
 
 @contextmanager
-def no_file_longer_than(num_bytes: int) -> Iterator[None]:
-    """What a full disk does, without filling one: a write past that length fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+def no_file_longer_than(num_bytes: int, process: int = 0) -> Iterator[None]:
+    """What a full disk does, without filling one: a write of that process past that length fails (0: of this one)."""
+    soft, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def writer_process(llm: LLM) -> int:
+    """The id of the process that writes records."""
+    process: int = connector(llm)._writers._process.pid
+    return process
 
 
 def failing(llm: LLM, root: str) -> dict[str, Any]:
     """Writes that fail, between others that succeed."""
     facts = {"before": generate(llm, prompts(20), ask())}
-    with no_file_longer_than(120 * 3 * 192 * 4):
+    with no_file_longer_than(120 * 3 * 192 * 4, writer_process(llm)):
         facts["disk full"] = generate(llm, prompts(200, 20, 210), ask())
-    folder = connector(llm)._storage._folder
+    (folder,) = Path(root).glob(".writing-run-*")
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -308,32 +314,26 @@ def failing(llm: LLM, root: str) -> dict[str, Any]:
 
 
 @contextmanager
-def standing_still(*methods: str) -> Iterator[threading.Event]:
-    """A disk on which these methods of `Storage` wait until the event is set.
+def standing_still(llm: LLM) -> Iterator[threading.Event]:
+    """A disk that stands still: who writes to it is stopped until then.
 
-    After a minute it is set by itself, since an engine that waits for it would wait forever.
+    After a minute it goes on by itself, and the event is set, since an engine that waits for it would wait forever.
     """
-    gate, originals = threading.Event(), {name: getattr(Storage, name) for name in methods}
-    watchdog = threading.Timer(60, gate.set)
+    by_itself, process = threading.Event(), writer_process(llm)
+
+    def go_on() -> None:
+        by_itself.set()
+        os.kill(process, signal.SIGCONT)
+
+    watchdog = threading.Timer(60, go_on)
     watchdog.daemon = True
     watchdog.start()
-
-    def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(self: Storage, *args: Any) -> Any:
-            gate.wait()
-            return original(self, *args)
-
-        return wait
-
-    for name, original in originals.items():
-        setattr(Storage, name, waiting(original))
+    os.kill(process, signal.SIGSTOP)
     try:
-        yield gate
+        yield by_itself
     finally:
         watchdog.cancel()
-        gate.set()
-        for name, original in originals.items():
-            setattr(Storage, name, original)
+        os.kill(process, signal.SIGCONT)
 
 
 def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
@@ -343,21 +343,21 @@ def others_go_on(llm: LLM, root: str) -> dict[str, Any]:
     """
     engine = llm.llm_engine
     facts: dict[str, Any] = {}
-    for length, methods in {20: ["publish"], 150: ["create", "publish"]}.items():
-        with standing_still(*methods) as gate:
+    for length in (20, 150):
+        with standing_still(llm) as by_itself:
             for name, params in ((f"stored {length}", ask(2)), (f"other {length}", ask(40, extract=False))):
                 engine.add_request(name, {"prompt_token_ids": prompts(length)[0]}, params)
             outputs: list[Any] = []
             while f"other {length}" not in [output.request_id for output in outputs]:
                 outputs += [output for output in engine.step() if output.finished]
-            before = [output.request_id for output in outputs], files(root), gate.is_set()
+            before = [output.request_id for output in outputs], files(root), by_itself.is_set()
         while engine.has_unfinished_requests():
             outputs += [output for output in engine.step() if output.finished]
         (stored,) = (examine(llm, output) for output in outputs if output.request_id == f"stored {length}")
         facts[str(length)] = {
             "before": before[0],
             "files before": before[1],
-            "gate opened by itself": before[2],
+            "went on by itself": before[2],
             "finished": [output.request_id for output in outputs],
             "files": files(root),
             "stored": stored,

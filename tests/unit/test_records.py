@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from safetensors.torch import load_file
 from mtp.groups import KVGroup
 from mtp.store import RowStore
 from proposers.hidden_states import Record, RecordDataset, RecordInfo, fp8, load
+from proposers.hidden_states.layout import ENCODING
 from proposers.hidden_states.request import RecordRequest, Settings, checked_name, generated_name
+from proposers.hidden_states.ring import Ring
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.transfer import RowTransfer
-from proposers.hidden_states.writer import SHARD_HEADER_BYTES, FileSink, Job, Ring, ShardSink, Writers, Written
+from proposers.hidden_states.writer import SHARD_HEADER_BYTES, FileSink, Job, ShardSink, Writers, Written
 from tests.support.children import child_environment
 from tests.support.record_scenarios import files, no_file_longer_than
 
@@ -112,9 +115,9 @@ def test_a_record_in_eight_bits_says_so_and_comes_back_in_the_models_dtype(
 
 def test_rows_in_eight_bits_take_the_ring_as_little_as_the_disk() -> None:
     source, record = store(3, 8, torch.bfloat16), job("r", 21, "bfloat16")
-    record = dataclasses.replace(record, info=dataclasses.replace(record.info, encoding=fp8.ENCODING))
+    record = dataclasses.replace(record, info=dataclasses.replace(record.info, encoding=ENCODING))
     ring = Ring(1 << 20, pinned=False)
-    RowTransfer(source, ring, encoding=fp8.ENCODING).submit([(record, range(3), 0)])
+    RowTransfer(source, ring, encoding=ENCODING).submit([(record, range(3), 0)])
     assert ring.peak_bytes == record.row_bytes == 21 * len(LAYERS) * (HIDDEN + 4)
 
 
@@ -295,6 +298,7 @@ def test_a_root_that_cannot_be_used_is_refused_with_a_remedy(tmp_path: Path) -> 
 WRITE_AND_HANG = """
 import sys, time
 from proposers.hidden_states import RecordInfo, writer
+from proposers.hidden_states.ring import Ring
 from proposers.hidden_states.storage import Storage
 
 def hang(file):
@@ -305,8 +309,8 @@ def hang(file):
 writer._sync = hang
 info = RecordInfo((0,), 1, "float32", "some/model", 20, 0, 20, "stop", "killed")
 record = writer.Job("killed", True, info, list(range(20)), (1, 64))
-region = writer.Ring(record.row_bytes, pinned=False).take(record.row_bytes, users=1)
-record.parts.put(writer.Part(region, region.memory, region.memory[:0], lambda: None))
+region = Ring(record.row_bytes, pinned=False).take(record.row_bytes, users=1)
+record.put(writer.Part(region, range(record.row_bytes), range(0)))
 writer.FileSink(Storage(sys.argv[1])).write(record)
 """
 
@@ -434,7 +438,8 @@ def test_rows_of_any_blocks_arrive_through_a_ring_of_any_size(
     row_bytes = len(LAYERS) * HIDDEN * 2
     ring = Ring(ring_rows * row_bytes, pinned=False)
     transfer, storage = RowTransfer(source, ring), Storage(tmp_path)
-    writers = Writers([sink(storage)], max_age=60)
+    results: list[Written] = []
+    writers = Writers([sink(storage)], 60, results.extend)
     blocks = torch.randperm(30, generator=torch.Generator().manual_seed(1)).tolist()
     batch, expected = [], {}
     for i, (first, rows) in enumerate([(0, 1), (3, 9), (0, 16), (5, 2), (1, 11)]):
@@ -447,7 +452,6 @@ def test_rows_of_any_blocks_arrive_through_a_ring_of_any_size(
     transfer.finish()
     assert all(was_read() for was_read in were_read)
     writers.close()
-    results = writers.take_results()
     assert [result.error for result in results] == [None] * 5
     for result in results:
         assert torch.equal(load(result.path, result.name).hidden_states, expected[result.request_id])
@@ -463,8 +467,8 @@ def test_rows_wait_in_the_store_while_the_ring_is_full_and_come_in_their_order()
 
     def take(record: Job) -> int:
         """What a writer does: the next rows, whose room it gives back."""
-        part = record.parts.get(timeout=30)
-        part.region.release()
+        with closing(record.take_parts()) as parts:
+            part = next(parts)
         transfer.advance()
         return len(part.values) // ROW_BYTES
 
@@ -496,13 +500,14 @@ def test_the_engine_waits_once_much_of_the_cache_is_kept_for_rows() -> None:
     filling.release()
     assert done.wait(30)
     thread.join()
-    assert not records[0].parts.empty()
+    assert not records[0]._parts.empty()
 
 
 def test_when_a_copy_fails_no_writer_waits_for_what_was_to_come(tmp_path: Path) -> None:
     source, records = store(30, 4), [job(str(i), 4) for i in range(3)]
     ring = Ring(8 * ROW_BYTES, pinned=False)
-    transfer, writers = RowTransfer(source, ring), Writers([FileSink(Storage(tmp_path))], max_age=60)
+    results: list[Written] = []
+    transfer, writers = RowTransfer(source, ring), Writers([FileSink(Storage(tmp_path))], 60, results.extend)
     filling = ring.take(8 * ROW_BYTES, users=1)
     transfer.submit([(record, [i], 1) for i, record in enumerate(records[:2])])
     transfer._rows = transfer._rows[:0]
@@ -513,7 +518,7 @@ def test_when_a_copy_fails_no_writer_waits_for_what_was_to_come(tmp_path: Path) 
         transfer.advance()
     assert not transfer.waiting
     writers.close()
-    assert all("the engine failed" in result.error for result in writers.take_results())
+    assert ["the engine failed" in result.error for result in results] == [True, True]
 
 
 def test_a_ring_that_cannot_hold_two_rows_is_refused() -> None:
@@ -522,11 +527,12 @@ def test_a_ring_that_cannot_hold_two_rows_is_refused() -> None:
 
 
 def test_when_the_engine_fails_in_the_middle_of_a_copy_the_writers_do_not_wait_for_it(tmp_path: Path) -> None:
-    writers, record = Writers([FileSink(Storage(tmp_path))], max_age=60), job("half", 20)
+    results: list[Written] = []
+    writers, record = Writers([FileSink(Storage(tmp_path))], 60, results.extend), job("half", 20)
     writers.submit(record)
-    record.parts.put(None)
+    record.put(None)
     writers.close()
-    (result,) = writers.take_results()
+    (result,) = results
     assert "the engine failed" in result.error
     assert files(tmp_path) == []
 
