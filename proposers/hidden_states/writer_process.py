@@ -9,7 +9,6 @@ begins or ends; nothing in this process waits for the disk but for room (`Ring.t
 
 import logging
 import mmap
-import os
 import signal
 import subprocess
 import sys
@@ -154,14 +153,11 @@ class WriterProcess:
     def _start(self) -> None:
         connection, theirs = Pipe()
         descriptors = theirs.fileno(), self._ring.descriptor
-        # Not as a module by `-m`, which would be another one than that by which messages are known.
-        code = f"from {__name__} import main; main()"
-        command = [sys.executable, "-c", code, *map(str, descriptors), str(len(self._ring.memory))]
-        root = str(Path(__file__).parents[2])  # the engine's search path may be another than that of a new process
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        # Not as a module by `-m`, which would be another one than that by which messages are known; and from where this
+        # one was found, since the engine's search path may be another than that of a new process.
+        code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from {__name__} import main; main()"
         self._process = subprocess.Popen(
-            command,
-            env=environment,
+            [sys.executable, "-c", code, *map(str, descriptors), str(len(self._ring.memory))],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the engine, which ends this one when it has given it all
@@ -382,7 +378,7 @@ def _make_sinks(settings: SinkSettings, storage: Storage) -> list[Sink]:
 
 
 def main() -> None:
-    """`python -m proposers.hidden_states.writer_process SOCKET RING NUM_BYTES`, the first two as descriptors."""
+    """With the arguments SOCKET RING NUM_BYTES, the first two as descriptors."""
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # the engine's end is this one's: the socket says when that is
     socket, ring, num_bytes = map(int, sys.argv[1:])
@@ -399,7 +395,3 @@ def main() -> None:
     served.run(writers)
     writers.close()
     storage.close()
-
-
-if __name__ == "__main__":
-    main()
