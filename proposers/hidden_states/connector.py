@@ -7,7 +7,8 @@ The host's own protocol of connectors, and what happens when:
 2. The next step's metadata tells the worker, which gathers the rows of all of them at once before it runs the model
    (`bind_connector_metadata`), and reports the blocks free as soon as they have been read (`get_finished`). Where the
    ring has no room they are read in later steps.
-3. Writer threads write. What became of a record comes back with a step's output (`build_connector_worker_meta`).
+3. A process of its own writes (`writer_process.py`). What became of a record comes back with a step's output
+   (`build_connector_worker_meta`).
 
 Where an answer waits for its record, the finished output is held back (`hold_back`, by the patch of
 `Scheduler.update_from_output` in the ledger), because the path in it must be that of a file that exists. It leaves with
