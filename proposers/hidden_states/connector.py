@@ -52,7 +52,7 @@ from proposers.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesS
 from proposers.hidden_states.stop_strings import StopStrings
 from proposers.hidden_states.transfer import RowTransfer
 from proposers.hidden_states.writer import Job, Recipient, Written
-from proposers.hidden_states.writer_process import SinkSettings, WriterProcess, log_failure
+from proposers.hidden_states.writer_process import WriterProcess, log_failure
 
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
@@ -319,8 +319,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._ring = Ring(ring_bytes, pinned=store.rows.is_cuda)
         self._transfer = RowTransfer(store, self._ring, self._waits, slices, encoding)
-        of_sinks = {name: getattr(self.settings, name) for name in SinkSettings._fields}
-        self._writers = WriterProcess(SinkSettings(**of_sinks), self._ring)
+        self._writers = WriterProcess(self.settings, self._ring)
         self._close = weakref.finalize(self, _close, self._transfer, self._writers)
         if self.settings.sharded:
             logger.warning(

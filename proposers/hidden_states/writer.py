@@ -76,7 +76,8 @@ class Part(NamedTuple):
 class Recipient(Protocol):
     """Takes a record's rows, in order, and None where no more will come."""
 
-    info: RecordInfo
+    @property
+    def info(self) -> RecordInfo: ...
 
     def put(self, part: Part | None) -> None: ...
 
@@ -105,6 +106,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.missing = self.info.rows * self._row.values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process it goes without its rows, and without what gives the extras here."""
+        return Job, (self.name, self.replace, self.info, self.token_ids, self.row_shape, self.extras)
 
     @property
     def _row(self) -> RowBytes:

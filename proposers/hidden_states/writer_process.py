@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from proposers.hidden_states.layout import RecordInfo
+from proposers.hidden_states.request import Settings
 from proposers.hidden_states.storage import Storage
 from proposers.hidden_states.writer import FileSink, Job, Part, Room, ShardSink, Sink, Writers, Written
 
@@ -38,17 +39,6 @@ ARRIVAL_POLL_S = 5e-4
 ROOM_POLL_S = 0.1
 
 
-class SinkSettings(NamedTuple):
-    """How records are written, as `Settings` has it."""
-
-    storage_root: str
-    sharded: bool
-    shard_bytes: int
-    shard_seconds: float
-    writer_threads: int
-    lock_files: bool
-
-
 # Messages. To the writers:
 
 
@@ -56,12 +46,7 @@ class Begin(NamedTuple):
     """A record; its rows follow."""
 
     number: int
-    name: str
-    replace: bool
-    info: RecordInfo
-    token_ids: Sequence[int]
-    row_shape: tuple[int, int]
-    extras: Sequence[tuple[str, Sequence[int]]]
+    job: Job
 
 
 class Rows(NamedTuple):
@@ -121,9 +106,11 @@ class Outgoing:
 
     process: "WriterProcess"
     number: int
-    info: RecordInfo
-    read_extras: Callable[[], Mapping[str, bytes]] | None
-    missing: int
+    job: Job
+
+    @property
+    def info(self) -> RecordInfo:
+        return self.job.info
 
     def put(self, part: Part | None) -> None:
         self.process.put(self, part)
@@ -139,7 +126,7 @@ class WriterProcess:
         ValueError: at construction, the storage root can't be used.
     """
 
-    def __init__(self, settings: SinkSettings, ring: "Ring") -> None:
+    def __init__(self, settings: Settings, ring: "Ring") -> None:
         self._settings, self._ring = settings, ring
         ring.await_release = self._await_release
         self._numbers = 0
@@ -180,9 +167,9 @@ class WriterProcess:
         return len(self._open)
 
     def submit(self, job: Job) -> Outgoing:
-        """Its rows may follow later, put into what is returned. The job keeps none."""
+        """Its rows may follow later, put into what is returned."""
         self._numbers += 1
-        outgoing = Outgoing(self, self._numbers, job.info, job.read_extras, job.missing)
+        outgoing = Outgoing(self, self._numbers, job)
         self._open[job.info.request_id] = outgoing
         if self._connection is None:
             try:
@@ -190,8 +177,7 @@ class WriterProcess:
             except ValueError as error:
                 self._report(Written(job.info.request_id, None, None, str(error), 0))
                 return outgoing
-        fields = job.name, job.replace, job.info, job.token_ids, job.row_shape, job.extras
-        self._send(Begin(outgoing.number, *fields))
+        self._send(Begin(outgoing.number, job))
         return outgoing
 
     def put(self, outgoing: Outgoing, part: Part | None) -> None:
@@ -219,13 +205,13 @@ class WriterProcess:
         if is_lost:
             part.region.release()
             return
-        outgoing.missing -= len(part.values)
-        extras = {} if outgoing.missing or outgoing.read_extras is None else outgoing.read_extras()
+        job = outgoing.job
+        job.missing -= len(part.values)
+        extras = {} if job.missing or job.read_extras is None else job.read_extras()
         self._numbers += 1
         self._sent[self._numbers] = part.region
-        start = part.region.start
-        is_last = not outgoing.missing
-        self._send(Rows(outgoing.number, self._numbers, start, part.values, part.scales, is_last, extras))
+        place = part.region.start, part.values, part.scales
+        self._send(Rows(outgoing.number, self._numbers, *place, not job.missing, extras))
 
     def _send(self, message: Any) -> None:
         assert self._connection is not None
@@ -332,7 +318,7 @@ class _Served:
     def __init__(self, connection: Connection, memory: memoryview) -> None:
         self._connection, self._memory = connection, memory
         self._sending = threading.Lock()
-        self._jobs: dict[int, tuple[Job, dict[str, bytes]]] = {}  # whose rows are still to come, and then what extras
+        self._jobs: dict[int, Job] = {}  # whose rows are still to come
 
     def send(self, message: Any) -> None:
         # An engine that was killed asks no more; what it has handed over is written all the same.
@@ -344,34 +330,29 @@ class _Served:
         with suppress(EOFError, ConnectionError):
             while not isinstance(message := self._connection.recv(), Close):
                 self._take(message, writers)
-        for job, _ in self._jobs.values():
+        for job in self._jobs.values():
             job.put(None)
 
     def _take(self, message: Any, writers: Writers) -> None:
         if isinstance(message, Begin):
-            writers.submit(self._begin(message))
+            self._jobs[message.number] = message.job
+            writers.submit(message.job)
         elif isinstance(message, Rows):
             self._take_rows(message)
         elif isinstance(message, Stop):
             if stopped := self._jobs.pop(message.number, None):
-                stopped[0].put(None)
+                stopped.put(None)
         elif isinstance(message, Flush):
             writers.flush()
 
-    def _begin(self, begin: Begin) -> Job:
-        extras: dict[str, bytes] = {}
-        job = Job(*begin[1:], lambda: extras)
-        self._jobs[begin.number] = job, extras
-        return job
-
     def _take_rows(self, rows: Rows) -> None:
-        job, extras = self._jobs.pop(rows.number) if rows.is_last else self._jobs[rows.number]
-        extras |= rows.extras
+        job = self._jobs.pop(rows.number) if rows.is_last else self._jobs[rows.number]
+        job.read_extras = lambda: rows.extras
         region = _Region(self._memory, rows.start, lambda: self.send(Released(rows.part)))
         job.put(Part(region, rows.values, rows.scales))
 
 
-def _make_sinks(settings: SinkSettings, storage: Storage) -> list[Sink]:
+def _make_sinks(settings: Settings, storage: Storage) -> list[Sink]:
     if settings.sharded:  # one thread: more would each have a shard of their own
         return [ShardSink(storage, settings.shard_bytes)]
     return [FileSink(storage, settings.lock_files) for _ in range(settings.writer_threads)]

@@ -220,10 +220,10 @@ def serving_first(llm: LLM, root: str) -> dict[str, Any]:
     # Of forty rows the ring takes one record of some thirty; of more than a ring it takes one alone, in pieces.
     for name, lengths in {"short": (20, 22, 24, 26), "long": (150, 26)}.items():
         before = skipped(llm).get("lag", 0)
-        with standing_still("create") as gate:
+        with standing_still(llm) as by_itself:
             records = [ask(10, include_output_tokens=True)]
             outputs = [generate(llm, [prompt], records)[0] for prompt in prompts(*lengths)]
-            stood_still = not gate.is_set()
+            stood_still = not by_itself.is_set()
             files_meanwhile = len(RecordDataset(root))
         settle(llm)
         facts[name] = {

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from proposers.hidden_states import RecordDataset, RecordInfo, load
+from proposers.hidden_states.request import Settings
 from proposers.hidden_states.ring import Ring
 from proposers.hidden_states.writer import HERE, Arrival, Job, Part
-from proposers.hidden_states.writer_process import Outgoing, SinkSettings, WriterProcess
+from proposers.hidden_states.writer_process import Outgoing, WriterProcess
 from tests.support.children import child_environment
 from tests.support.record_scenarios import files
 
@@ -46,7 +47,8 @@ def put(ring: Ring, outgoing: Outgoing, rows: int, arrival: Arrival = HERE) -> t
 @contextmanager
 def writing(root: Path, rows: int = 100, sharded: bool = False) -> Iterator[tuple[WriterProcess, Ring]]:
     ring = Ring(rows * ROW_BYTES, pinned=False)
-    process = WriterProcess(SinkSettings(str(root), sharded, 1 << 30, 60.0, 2, False), ring)
+    settings = Settings(str(root), sharded=sharded, shard_seconds=60.0, writer_threads=2)
+    process = WriterProcess(settings, ring)
     try:
         yield process, ring
     finally:
@@ -140,12 +142,13 @@ def test_where_no_other_can_be_started_records_fail_and_nothing_else(tmp_path: P
 ENGINE_THAT_IS_KILLED = """
 import sys
 from proposers.hidden_states.layout import RecordInfo
+from proposers.hidden_states.request import Settings
 from proposers.hidden_states.ring import Ring
 from proposers.hidden_states.writer import Job, Part
-from proposers.hidden_states.writer_process import SinkSettings, WriterProcess
+from proposers.hidden_states.writer_process import WriterProcess
 
 ring = Ring(1 << 20, pinned=False)
-process = WriterProcess(SinkSettings(sys.argv[1], False, 1 << 30, 60.0, 2, False), ring)
+process = WriterProcess(Settings(sys.argv[1]), ring)
 for name, rows in (("whole", 20), ("half", 10)):
     info = RecordInfo((4, 0), 4, "float32", "some/model", 20, 0, 20, "stop", name)
     outgoing = process.submit(Job(name, True, info, list(range(20)), (2, 16)))

@@ -10,6 +10,7 @@ from tools.tables.records import RESULTS, record, sentences, show, table
 CHEAP, FULL, THEIRS = "ours-v2-cheap", "ours-v2", "upstream-v2"
 RUN = Run("1", "gpu-real-vocabulary", "256")
 ON_TWO = Run("2", "gpu-real-vocabulary-tp2", "256")
+PROMPTS = Run("prompts", "gpu-h200-prompts", "4096")
 GOALS = {RUN: {"1": 0.65, "8": 0.65, "32": 0.68, "64": 0.68}, ON_TWO: dict.fromkeys(("1", "8", "32", "64"), 0.75)}
 
 MODELS = {"step3p5": "Step-3.5", "mimo-v2": "MiMo-V2"}
@@ -94,17 +95,15 @@ def prompts() -> str:
 
 
 def _prompts_on_gpu() -> str:
-    found = record("gpu-h200-prompts")
-    settings, modes = found["settings"], ("none", "ours-v2-all-rows", "ours-v2")
-    (length,), (alone, many) = settings["prompt_tokens"], map(str, settings["batches"])
-    figures = [found["modes"][mode]["prompts"][str(length)] for mode in modes]
-    ttft = [of_mode["ttft_ms"][alone] for of_mode in figures]
+    settings, modes = record(PROMPTS.name)["settings"], ("none", "ours-v2-all-rows", "ours-v2")
+    alone, many = PROMPTS.batches
+    ttft = [PROMPTS.cell(mode, "ttft_ms", alone) for mode in modes]
     none, all_rows, last = (times["median"] for times in ttft)
     shown = [show_quartiles(times, 1) for times in ttft]
-    speeds = [show_quartiles(of_mode["output_tokens_per_s"][many], 0) for of_mode in figures]
+    speeds = [show_quartiles(PROMPTS.cell(mode, "output_tokens_per_s", many), 0) for mode in modes]
     return sentences(f"""
-        On an H200, with {settings["layers"]} layers of Step-3.5's shape, prompts of {length} tokens and a vocabulary of
-        {settings["vocab_size"]}, it is {shown[1]} ms, {shown[2]} and {shown[0]} for a prompt alone, so
+        On an H200, with {settings["layers"]} layers of Step-3.5's shape, prompts of {PROMPTS.prompt} tokens and a
+        vocabulary of {settings["vocab_size"]}, it is {shown[1]} ms, {shown[2]} and {shown[0]} for a prompt alone, so
         {1 - (last - none) / (all_rows - none):.2f} is gone; {many} requests of {settings["output_tokens"]} new tokens
         have {speeds[1]} tokens/s, {speeds[2]} and {speeds[0]}.
     """)

@@ -61,11 +61,12 @@ def prefix_says() -> str:
                 continue
             first.append(ours["ttft_ms"] / none["ttft_ms"])
             theirs.append(upstream["ttft_ms"] / none["ttft_ms"])
-            if "ttft_less_drafting_ms" not in ours:
+            pairs = ours.get("ttft_less_drafting_of_none")
+            if pairs is None:
                 continue
-            rest.append(of_none(ours, none))
+            rest.append(pairs["median"])
             if rest[-1] > GOAL:
-                misses.append(f"{label(found)} ({LABELS[name]}, {_spread_of_none(ours, rest[-1])})")
+                misses.append(f"{label(found)} ({LABELS[name]}, {show_quartiles(pairs, 2)})")
     return sentences(f"""
         This package's hits are {span(hits)} of those without speculation, and its acceptance {span(exact, 3)} of exact
         drafts'. The first token comes after {span(first)} times what it takes without speculation, and
@@ -88,17 +89,6 @@ def _as_served() -> str:
         f"{shared:.2f} of every prompt of {length} tokens in the cache, it comes after {over[0]} times what it takes "
         f"without speculation, drafting included, and {over[1]} times with vLLM's, with {at_once} requests at a time."
     )
-
-
-def of_none(entry: dict[str, Any], none: dict[str, Any]) -> float:
-    """A first token's time less its drafting, over that without speculation: of requests in pairs, if known."""
-    pairs = entry.get("ttft_less_drafting_of_none")
-    return float(pairs["median"] if pairs else entry["ttft_less_drafting_ms"] / none["ttft_ms"])
-
-
-def _spread_of_none(entry: dict[str, Any], median: float) -> str:
-    pairs = entry.get("ttft_less_drafting_of_none")
-    return show_quartiles(pairs, 2) if pairs else show(median, 2)
 
 
 def _against_the_goal(rest: list[float], misses: list[str]) -> str:
