@@ -109,6 +109,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "platform": environment["platform"],
     }
     spec["prompts"] = find_prompts(args, config)
+    if args.storage is not None:
+        args.storage.mkdir(parents=True, exist_ok=True)
     speeds = storage_speeds(args.storage)
     raw, errors = run_rounds(modes, spec, args)
     speeds += storage_speeds(args.storage)

@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
     modes = parse_modes(args.modes, MODES)
     with the_model(args) as model:
-        result = measure_modes(args, model, modes)
+        result, runs = measure_modes(args, model, modes)
+        if has_reference(model):
+            write_record(result, args.json)  # what exact drafts would reach may take longer than the runs did
+            add_reference(result, runs, model, args.k)
     print(format_table(result))
     if args.host_parts:
         print(format_host_parts(result))
@@ -63,8 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> dict[str, Any]:
-    """Runs every mode by turns and returns the record that `--json` writes.
+Runs = dict[str, list[dict[str, Any]]]  # by scenario
+
+
+def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> tuple[dict[str, Any], dict[str, Runs]]:
+    """Runs every mode by turns.
+
+    Returns:
+        the record that `--json` writes, which doesn't know yet what exact drafts would reach; of every mode its runs.
 
     Raises:
         RuntimeError: a mode's process failed; the message ends with the end of its log.
@@ -97,17 +106,18 @@ def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> di
         "max_model_len": longest_sequence(args) + args.k + 1,
     }
     raw = run_rounds([spec | {"mode": mode} for mode in modes], args.rounds)
-    return {
+    runs = {mode: done["runs"] for mode, done in raw.items()}
+    record = {
         "schema": SCHEMA,
         "environment": describe_environment(),
         "settings": settings
         | {name: getattr(args, name) for name in ("prompt_tokens", "turn_tokens", "turns", "users")},
         "proposers": {mode: raw[mode]["proposer"] for mode in modes},
         "scenarios": {
-            name: {"modes": summarise_modes({mode: raw[mode]["runs"][name] for mode in modes}, model, args.k)}
-            for name in SCENARIOS
+            name: {"modes": summarise_modes({mode: runs[mode][name] for mode in modes})} for name in SCENARIOS
         },
     }
+    return record, runs
 
 
 def run_rounds(specs: list[dict[str, Any]], rounds: int) -> dict[str, dict[str, Any]]:
@@ -156,14 +166,14 @@ def scenario_texts(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
 
 
-def summarise_modes(runs: dict[str, list[dict[str, Any]]], model: Path, k: int) -> dict[str, dict[str, Any]]:
+def summarise_modes(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Of a scenario the entry of each mode.
 
     With `ttft_less_drafting_of_none`, where `none` was run: a first token's time, less what drafting takes of it, over
     that of the same request without speculation in the same turn. Requests of a scenario differ by as much as their
     lengths do, and turns by what else the machine does, so medians of all of them tell less.
     """
-    entries = {mode: summarise(of_mode, model, k) for mode, of_mode in runs.items()}
+    entries = {mode: summarise(of_mode) for mode, of_mode in runs.items()}
     if "none" in runs:
         base = [ms for run in runs["none"] for ms in run["ttft_ms"]]
         for mode, entry in entries.items():
@@ -177,7 +187,7 @@ def less_drafting(runs: list[dict[str, Any]]) -> list[float]:
     return [ms - drafting for run in runs for ms, drafting in zip(run["ttft_ms"], run["ttft_drafting_ms"], strict=True)]
 
 
-def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]:
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """A mode's entry of a scenario: hits of its first run, acceptance of all, medians of times.
 
     Where the engine's parts were clocked, `ttft_host_ms` has the mean of each over the first tokens, so that they add
@@ -185,10 +195,6 @@ def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]
     """
     drafts = sum(run["num_drafts"] for run in runs)
     length = 1 + sum(run["num_accepted"] for run in runs) / drafts if drafts else 1.0
-    exact = None
-    if drafts and has_reference(model):
-        print("computing what exact drafts would reach", file=sys.stderr, flush=True)
-        exact = _exact_length(str(model), runs[0]["streams"], k)
     ttft = [ms for run in runs for ms in run["ttft_ms"]]
     drafting = [ms for run in runs for ms in run["ttft_drafting_ms"]]
     host = [parts for run in runs for parts in run["ttft_host_ms"]]
@@ -203,20 +209,24 @@ def summarise(runs: list[dict[str, Any]], model: Path, k: int) -> dict[str, Any]
         "hit_tokens": runs[0]["hit_tokens"],
         **{name: figure["median"] for name, figure in spread.items()},
         "acceptance_length": round(length, 4),
-        "acceptance_vs_reference": None if exact is None else round(length / exact, 4),
+        "acceptance_vs_reference": None,
         **({"ttft_host_ms": mean_parts(host)} if host else {}),
         "spread": spread,
     }
 
 
-_exact: dict[str, float] = {}  # modes that gave the same tokens have the same reference
-
-
-def _exact_length(model: str, streams: list[Any], k: int) -> float:
-    key = repr((model, streams, k))
-    if key not in _exact:
-        _exact[key] = reference_acceptance(Path(model), streams, k)["acceptance_length"]
-    return _exact[key]
+def add_reference(record: dict[str, Any], runs: dict[str, Runs], model: Path, k: int) -> None:
+    """Says of every mode that drafts what part of the acceptance of exact drafts it has, on the tokens that it gave."""
+    lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
+    for name, scenario in record["scenarios"].items():
+        for mode, entry in scenario["modes"].items():
+            if not any(run["num_drafts"] for run in runs[mode][name]):
+                continue
+            streams = runs[mode][name][0]["streams"]
+            if (key := repr(streams)) not in lengths:
+                print(f"{mode}: {name}, computing what exact drafts would reach", file=sys.stderr, flush=True)
+                lengths[key] = reference_acceptance(model, streams, k)["acceptance_length"]
+            entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / lengths[key], 4)
 
 
 def format_table(result: dict[str, Any]) -> str:

@@ -285,6 +285,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         Args:
             outputs: of one step, by client; changed in place.
         """
+        if not self._held:
+            return outputs
         for client, of_client in outputs.items():
             for output in of_client.outputs:
                 if output.finish_reason is not None and output.request_id in self._held:

@@ -9,6 +9,7 @@ begins or ends; nothing in this process waits for the disk but for room (`Ring.t
 
 import logging
 import mmap
+import select
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.proposers.hidden_states")
 
 # While rows are on their way from the device, how often somebody who waits looks whether they are there.
-ARRIVAL_POLL_S = 5e-4
+ARRIVAL_POLL_S = 1e-3
 # Somebody who waits for room looks this often, whatever comes.
 ROOM_POLL_S = 0.1
 
@@ -160,6 +161,9 @@ class WriterProcess:
             self._process.wait()
             raise ValueError(ready.error)
         self._connection, self.run = connection, ready.run
+        # Asked in every step, so it is made once; `Connection.poll` makes one each time.
+        self._incoming = select.poll()
+        self._incoming.register(connection, select.POLLIN)
 
     @property
     def pending(self) -> int:
@@ -221,7 +225,7 @@ class WriterProcess:
             self._lose()
 
     def _poll(self, timeout: float) -> bool:
-        return self._connection is not None and self._connection.poll(timeout)
+        return self._connection is not None and bool(self._incoming.poll(1e3 * timeout))
 
     def _receive(self) -> None:
         assert self._connection is not None
