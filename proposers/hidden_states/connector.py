@@ -4,9 +4,9 @@ The host's own protocol of connectors, and what happens when:
 
 1. A request finishes in the scheduler (`request_finished_all_groups`). Its record is admitted, or skipped whole
    (`admission.py`). Its blocks are kept.
-2. The next step's metadata tells the worker, which gathers the rows of all of them at once before it runs the model
-   (`bind_connector_metadata`), and reports the blocks free as soon as they have been read (`get_finished`). Where the
-   ring has no room they are read in later steps.
+2. The next step's metadata tells the worker, which gathers the rows of all of them at once when it has launched the
+   model, and reports the blocks free as soon as they have been read (`get_finished`). Where the ring has no room they
+   are read in later steps.
 3. A process of its own writes (`writer_process.py`). What became of a record comes back with a step's output
    (`build_connector_worker_meta`).
 
@@ -340,20 +340,21 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._transfer is None:
-            return
-        assert isinstance(connector_metadata, HiddenStatesMetadata)
-        if takes := connector_metadata.takes:
-            self._take_out(takes)
+        if self._transfer is not None:
+            self._transfer.begin_step()
+
+    def _read_rows(self, transfer: RowTransfer, meta: HiddenStatesMetadata) -> None:
+        """When the model has been launched, so that it doesn't wait for this."""
+        if meta.takes:
+            self._take_out(transfer, meta.takes)
         else:
-            self._transfer.advance()
+            transfer.advance()
         # Answers that wait want their shards closed; otherwise shards are closed by their age and size.
-        closes = connector_metadata.idle and self._waits and self.settings.sharded and not self._transfer.waiting
+        closes = meta.idle and self._waits and self.settings.sharded and not transfer.waiting
         if closes and self._writers is not None:
             self._writers.flush()
 
-    def _take_out(self, takes: list[Take]) -> None:
-        assert self._transfer is not None
+    def _take_out(self, transfer: RowTransfer, takes: list[Take]) -> None:
         batch = []
         for take in takes:
             recipient: Recipient = (job := self._job_of(take))
@@ -363,7 +364,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._submitted_bytes += job.row_bytes
             batch.append((recipient, take.block_ids, take.kept_blocks))
         try:
-            were_read = self._transfer.submit(batch)
+            were_read = transfer.submit(batch)
         except BaseException:
             for recipient, *_ in batch:  # or the writers would wait for their rows forever
                 recipient.put(None)
@@ -400,6 +401,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(meta, HiddenStatesMetadata)
         if self._transfer is None:  # every rank reports, and this one has no rows to read
             return {take.info.request_id for take in meta.takes} or None, None
+        self._read_rows(self._transfer, meta)
         if self._writers is not None:
             self._note_written(self._writers, meta.idle)
         read = {request_id for request_id, was_read in self._reading.items() if was_read()}

@@ -76,6 +76,7 @@ class RowTransfer:
                 "has to hold two tokens at least, and holds many better."
             )
         self._stream = torch.cuda.Stream(self._rows.device) if self._rows.is_cuda else None
+        self.begin_step()
 
     @property
     def block_size(self) -> int:
@@ -90,6 +91,11 @@ class RowTransfer:
     def waiting_bytes(self) -> int:
         """Of those rows."""
         return sum(len(piece.slots) for piece in self._pieces) * self._row_bytes
+
+    def begin_step(self) -> None:
+        """Copies of this step wait for those before it, and not for its own forward, which has none of their rows."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
 
     def submit(self, batch: Sequence[tuple[Recipient, Sequence[int], int]]) -> list[Callable[[], bool]]:
         """Copies the rows of these jobs, whose first position is `job.info.first_position`, or has them wait.
@@ -125,7 +131,6 @@ class RowTransfer:
         if self._stream is None:
             return drafts.index_select(0, indices)
         host = torch.empty(len(slots), drafts.shape[1], dtype=drafts.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(drafts.device))
         with torch.cuda.stream(self._stream):
             host.copy_(drafts.index_select(0, async_tensor_h2d(indices, device=drafts.device)), non_blocking=True)
         return host
@@ -186,7 +191,6 @@ class RowTransfer:
         device = self._rows.device
         # A collective takes its turn among the model's: two that run at once may wait for each other.
         gathering = self._stream if self._slices.count == 1 else torch.cuda.current_stream(device)
-        gathering.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(gathering):
             indices = async_tensor_h2d(slots, device=device)
             rows = self._slices.assemble(self._rows.index_select(0, indices))

@@ -3,8 +3,8 @@
 A writer asks for Python's lock after every system call, thirty times for a file, and each time the engine's thread has
 to let go of it and wait for its return: a few ms for a record. So writers have a process, with the ring as memory that
 both have and a socket between them. What crosses it is small: what is to be written and where in the ring its rows are,
-and back what became of records and which rows have been written. Only the engine's thread has an end of it, when a step
-begins or ends; nothing in this process waits for the disk but for room (`Ring.take`) and in the end (`close`).
+and back what became of records and which rows have been written. Only the engine's thread has an end of it, once a
+step; nothing in this process waits for the disk but for room (`Ring.take`) and in the end (`close`).
 """
 
 import logging

@@ -12,7 +12,10 @@ from bench import cost
 from bench.compare import SCHEMA
 from bench.corpus import is_held_out, read_sources
 from bench.workers.extract import STEADY_RUNS
+from tests.support import record_scenarios
 from tests.support.children import TINY, run_command
+from tests.support.forked_engine import run
+from tests.support.record_scenarios import records_engine
 
 SMALL = ["--prompts", "4", "--prompt-tokens", "48", "--output-tokens", "40", "--runs", "2", "--batch", "1,2"]
 # The second is one that the commands set, too: what is asked for goes first.
@@ -153,13 +156,6 @@ def test_a_mode_that_does_not_exist_is_refused_before_anything_starts() -> None:
     assert "--modes has faster; there are none, upstream, ours, " in done.stderr
 
 
-def test_a_mode_whose_process_fails_says_so_with_the_end_of_its_log() -> None:
-    done = bench("compare", "--model", TINY, *SMALL, "--modes", "ours", "--k", "4")
-    assert done.returncode != 0
-    assert "Mode ours failed" in done.stderr
-    assert "must be divisible by n_predict=3" in done.stderr
-
-
 def test_no_file_is_both_held_out_and_trained_on() -> None:
     held_out, trained = ({path for path, _ in read_sources(held_out=part)} for part in (True, False))
     assert held_out
@@ -195,11 +191,9 @@ def test_extraction_is_measured_with_every_row_checked_and_a_mode_that_cannot_ru
 
 def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
     # The prompts take several steps, so that the first request ends before the second has begun to decode.
-    small = ["--prompts", "2", "--batch", "2", "--prompt-tokens", "200", "--output-tokens", "4", "--runs", "1"]
-    chunks = ["--engine", '{"enforce_eager": true, "max_num_batched_tokens": 64}']
-    done = bench("extract", "--model", TINY, "--layers", "1", *small, *chunks, "--rounds", "1", "--modes", "ours")
-    assert done.returncode != 0
-    assert "give more --output-tokens, or a smaller --batch" in done.stderr
+    engine = records_engine(tmp_path) | {"max_num_batched_tokens": 64}
+    error = run(record_scenarios.timed, engine, num_prompts=2, num_tokens=200, max_tokens=4).value
+    assert "give more --output-tokens, or a smaller --batch" in error
 
 
 def test_records_beside_drafts_are_measured_with_every_row_checked(tmp_path: Path) -> None:

@@ -382,3 +382,14 @@ def two_ranks(llm: LLM, root: str) -> dict[str, Any]:
     """More than the ring holds, and more than may wait in the store."""
     outputs = generate(llm, prompts(50, 7, 150, 90, 33, 120), ask(include_output_tokens=True))
     return {"outputs": outputs, "files": files(root)}
+
+
+def timed(llm: LLM, num_prompts: int, num_tokens: int, max_tokens: int) -> str:
+    """Decoding, as `bench extract` times it; the error if it can't."""
+    from bench.workers.extract import run_decode
+
+    try:
+        run_decode(llm.llm_engine, prompts(*[num_tokens] * num_prompts), ask(max_tokens), "timed")
+    except ValueError as error:
+        return str(error)
+    return ""
