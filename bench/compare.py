@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from bench.environment import describe_environment, without_folder, write_record
 from bench.plots import Bars, check_plot, make_figure, save
 from bench.processes import run_modes
 from bench.reference import has_reference
-from bench.reference.acceptance import reference_acceptance
+from bench.reference.acceptance import ExactLengths
 from bench.spread import quartiles, show_quartiles
 from bench.tables import table
 from bench.workers.compare import CHEAP, MODES
@@ -168,15 +167,11 @@ def _write_vocabulary(file: Path, tokenizer: Any, model: str, wanted: int) -> di
 
 def add_reference(entries: dict[str, Any], raw: dict[str, Any], prompts: list[list[int]], model: Path, k: int) -> None:
     """Adds, to every mode that drafts, what exact drafts would have reached on the tokens that it gave."""
-    lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
+    lengths = ExactLengths(model, k)
     for mode, entry in entries.items():
-        key = raw[mode]["output_sha256"]
-        if key not in lengths:
-            print(f"{mode}: computing what exact drafts would reach", file=sys.stderr, flush=True)
-            streams = list(zip(prompts, raw[mode]["token_ids"], strict=True))
-            lengths[key] = reference_acceptance(model, streams, k)["acceptance_length"]
-        entry["reference_acceptance_length"] = round(lengths[key], 4)
-        entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / lengths[key], 4)
+        exact = lengths.of(mode, list(zip(prompts, raw[mode]["token_ids"], strict=True)))
+        entry["reference_acceptance_length"] = round(exact, 4)
+        entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / exact, 4)
 
 
 def summarise(raw: dict[str, Any], batches: list[int]) -> dict[str, Any]:

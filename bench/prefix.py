@@ -1,7 +1,6 @@
 """Prefix hits and what they cost, with and without drafts: a shared prompt, sessions, and a prompt that grows."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from bench.arguments import add_architecture_argument, add_engine_argument, add_
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
 from bench.reference import TINY_CHECKPOINTS, has_reference
-from bench.reference.acceptance import reference_acceptance
+from bench.reference.acceptance import ExactLengths
 from bench.spread import quartiles
 from bench.tables import table
 from bench.workers.host_parts import PARTS, mean_parts
@@ -18,6 +17,8 @@ from bench.workers.prefix import MODES, SCENARIOS
 SCHEMA = "vllm-mtp-proposers/prefix/1"
 WORKER = "bench.workers.prefix"
 SIZES = ("prompt_tokens", "turn_tokens", "turns", "users")
+
+Runs = dict[str, list[dict[str, Any]]]  # of a mode, by scenario
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +65,6 @@ def run(args: argparse.Namespace) -> int:
         print(format_host_parts(result))
     write_record(result, args.json)
     return 0
-
-
-Runs = dict[str, list[dict[str, Any]]]  # by scenario
 
 
 def measure_modes(args: argparse.Namespace, model: Path, modes: list[str]) -> tuple[dict[str, Any], dict[str, Runs]]:
@@ -217,16 +215,13 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def add_reference(record: dict[str, Any], runs: dict[str, Runs], model: Path, k: int) -> None:
     """Says of every mode that drafts what part of the acceptance of exact drafts it has, on the tokens that it gave."""
-    lengths: dict[str, float] = {}  # modes that gave the same tokens have the same reference
+    lengths = ExactLengths(model, k)
     for name, scenario in record["scenarios"].items():
         for mode, entry in scenario["modes"].items():
-            if not any(run["num_drafts"] for run in runs[mode][name]):
-                continue
-            streams = runs[mode][name][0]["streams"]
-            if (key := repr(streams)) not in lengths:
-                print(f"{mode}: {name}, computing what exact drafts would reach", file=sys.stderr, flush=True)
-                lengths[key] = reference_acceptance(model, streams, k)["acceptance_length"]
-            entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / lengths[key], 4)
+            of_mode = runs[mode][name]
+            if any(run["num_drafts"] for run in of_mode):
+                exact = lengths.of(f"{mode}, {name}", of_mode[0]["streams"])
+                entry["acceptance_vs_reference"] = round(entry["acceptance_length"] / exact, 4)
 
 
 def format_table(result: dict[str, Any]) -> str:

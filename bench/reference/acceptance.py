@@ -1,5 +1,6 @@
 """The acceptance that exact drafts would have reached on given token streams, by the dense float32 reference."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,25 @@ def reference_acceptance(model: Path, streams: Sequence[tuple[list[int], list[in
         "accepted_per_position": accepted_per_position,
         "acceptance_length": 1 + sum(accepted_per_position) / passes if passes else 1.0,
     }
+
+
+class ExactLengths:
+    """The acceptance length of exact drafts, which modes that gave the same tokens have in common.
+
+    Args:
+        model, k: as for `reference_acceptance`.
+    """
+
+    def __init__(self, model: Path, k: int) -> None:
+        self._model, self._k = model, k
+        self._known: dict[str, float] = {}
+
+    def of(self, what: str, streams: Sequence[tuple[list[int], list[int]]]) -> float:
+        """Of these streams. Says on standard error of `what` it is computed, which may take long, where it is."""
+        if (key := repr(streams)) not in self._known:
+            print(f"{what}: computing what exact drafts would reach", file=sys.stderr, flush=True)
+            self._known[key] = reference_acceptance(self._model, streams, self._k)["acceptance_length"]
+        return self._known[key]
 
 
 def _accepted_by_pass(dense: "DenseModel", prompt: list[int], output: list[int], k: int) -> list[int]:

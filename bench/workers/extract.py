@@ -213,7 +213,7 @@ def run_steady(llm: Any, spec: dict[str, Any], tag: str) -> dict[str, float]:
 
 
 def remove_records(storage: str, tag: str) -> None:
-    """Makes room: memory of a virtual machine that is touched for the first time costs more than all else here."""
+    """Of a stretch, so that the next one writes to memory that was used before: new memory may cost more."""
     for path in Path(storage).rglob(f"*{tag}-*"):
         path.unlink()
 

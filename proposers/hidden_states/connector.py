@@ -340,7 +340,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._transfer is not None:
+        assert isinstance(connector_metadata, HiddenStatesMetadata)
+        if self._transfer is not None and (connector_metadata.takes or self._transfer.waiting):
             self._transfer.begin_step()
 
     def _read_rows(self, transfer: RowTransfer, meta: HiddenStatesMetadata) -> None:

@@ -93,7 +93,10 @@ class RowTransfer:
         return sum(len(piece.slots) for piece in self._pieces) * self._row_bytes
 
     def begin_step(self) -> None:
-        """Copies of this step wait for those before it, and not for its own forward, which has none of their rows."""
+        """Copies of a step wait for the steps before, and not for its own forward, which has none of their rows.
+
+        To be called before a forward in whose step rows are submitted, or wait.
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
 

@@ -11,6 +11,7 @@ import pytest
 
 from bench import prefix
 from bench.prefix import format_host_parts, summarise, summarise_modes
+from bench.reference import acceptance
 from bench.workers.host_parts import PARTS, REST, Call, HostClock
 from bench.workers.prefix import assert_drafted_for, drafting_before
 from bench.workers.propose_times import take_propose_times, time_propose
@@ -91,15 +92,15 @@ def test_a_mode_of_this_package_that_somebody_else_drafts_in_is_an_error() -> No
 def test_the_runs_are_on_record_before_exact_drafts_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes long on a large machine's few cores, and may be given up."""
+    """Which may take longer than the runs, and be given up."""
     run = RUN | {"num_drafts": 2, "num_accepted": 3, "ttft_ms": [9.0], "ttft_drafting_ms": [1.0], "streams": []}
-    done = {"proposer": "proposers.v1.MTPProposer", "runs": {name: [run] for name in prefix.SCENARIOS}}
+    done = {"proposer": "proposers.v1.MultiGroupProposer", "runs": {name: [run] for name in prefix.SCENARIOS}}
     monkeypatch.setattr(prefix, "run_rounds", lambda specs, rounds: {"ours": done})
 
     def give_up(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefix, "reference_acceptance", give_up)
+    monkeypatch.setattr(acceptance, "reference_acceptance", give_up)
     parser = argparse.ArgumentParser()
     prefix.add_arguments(parser)
     args = parser.parse_args(["--model", str(TINY), "--modes", "ours", "--json", str(tmp_path / "record.json")])
@@ -107,7 +108,7 @@ def test_the_runs_are_on_record_before_exact_drafts_are_computed(
         prefix.run(args)
     entry = json.loads((tmp_path / "record.json").read_text())["scenarios"]["growing"]["modes"]["ours"]
     assert (entry["ttft_ms"], entry["acceptance_length"], entry["acceptance_vs_reference"]) == (9.0, 2.5, None)
-    monkeypatch.setattr(prefix, "reference_acceptance", lambda *_: {"acceptance_length": 2.5})
+    monkeypatch.setattr(acceptance, "reference_acceptance", lambda *_: {"acceptance_length": 2.5})
     prefix.run(args)
     entry = json.loads((tmp_path / "record.json").read_text())["scenarios"]["growing"]["modes"]["ours"]
     assert entry["acceptance_vs_reference"] == 1.0
