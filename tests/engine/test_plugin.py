@@ -60,7 +60,7 @@ def test_with_the_plugin_off_vllm_is_as_it_was() -> None:
 @pytest.mark.parametrize("engine", [{}, NGRAM], ids=["no speculation", "ngram"])
 def test_other_methods_run_as_without_the_plugin(engine: dict[str, Any]) -> None:
     # Numba compiles the n-gram proposer in every process, which takes longer than a few drafts do without it.
-    env, scenario = ({"NUMBA_DISABLE_JIT": "1"}, scenarios.few) if engine else ({}, scenarios.lossless)
+    env, scenario = ({"NUMBA_DISABLE_JIT": "1"}, scenarios.few_greedy) if engine else ({}, scenarios.lossless)
     with_plugin, without = (run(scenario, engine, mode=mode, env=env).value for mode in ("on", "off"))
     assert with_plugin["tokens"] == without["tokens"]
     assert with_plugin.get("proposer") == without.get("proposer")
