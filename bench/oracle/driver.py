@@ -50,6 +50,9 @@ class Engine:
         torch.set_num_threads(1)
         from vllm import LLM
 
+        # What is imported no collection has to look through: starting and ending an engine takes ten of them. vLLM
+        # freezes it too, late, and no longer when an engine has ended.
+        gc.freeze()
         with _keeping_async_scheduling():
             self.llm = LLM(
                 str(model), **{"skip_tokenizer_init": not has_tokenizer(model)}, **for_device(model, arguments)
