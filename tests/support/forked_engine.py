@@ -134,8 +134,12 @@ def _serve() -> None:
     """Reads jobs from standard input, one a line, and answers each with the exit status of its process."""
     choose_runner_from_environment()
     import vllm
+    from vllm.model_executor.models import registry
 
     assert vllm.LLM is not None  # its attributes are imported on first use
+    # vLLM asks a model's class what it is in a process of its own, so that nothing sets CUDA up early, and remembers
+    # the answer. On a machine that has none yet, each class costs the import of everything once more.
+    registry._run_in_subprocess = lambda ask: ask()
     gc.freeze()  # what is imported here no collection in a child has to look through
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
