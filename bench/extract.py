@@ -295,16 +295,35 @@ def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
 def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
     """Adds how many times as long a token takes as in the mode `none`, in prefill and in decoding; None without it."""
     for part in ("prefill", "decode"):
-        key = f"{part}_tokens_per_s"
-        ratio = None if none is None else round(none[key]["median"] / entry[key]["median"], 4)
-        entry[f"overhead_{part}"] = ratio
+        entry[f"overhead_{part}"] = None if none is None else round(in_pairs(none, entry, part)["median"], 4)
 
 
 def add_share(entry: dict[str, Any], mtp: dict[str, Any] | None) -> None:
     """Adds what part of its speed drafting alone has left with records beside it."""
-    for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "steady_tokens_per_s"):
-        if mtp is not None and key in entry and key in mtp:
-            entry[f"of_mtp_{key.removesuffix('_tokens_per_s')}"] = round(entry[key]["median"] / mtp[key]["median"], 4)
+    for part in ("prefill", "decode", "steady"):
+        if mtp is not None and f"{part}_tokens_per_s" in entry and f"{part}_tokens_per_s" in mtp:
+            entry[f"of_mtp_{part}"] = round(in_pairs(entry, mtp, part)["median"], 4)
+
+
+def in_pairs(entry: dict[str, Any], other: dict[str, Any], part: str) -> dict[str, float]:
+    """A mode's tokens per second divided by another's, run by run, as `quartiles`.
+
+    By turns the runs of a pair came right after one another, so both met the same machine.
+
+    Args:
+        entry, other: entries of one record.
+        part: `prefill`, `decode` or `steady`.
+    """
+    pairs = zip(_speeds(entry, part), _speeds(other, part), strict=True)
+    return quartiles([mine / others for mine, others in pairs], 4)
+
+
+def _speeds(entry: dict[str, Any], part: str) -> list[float]:
+    if part == "steady":
+        return [stretch["tokens"] / stretch["seconds"] for stretch in entry["steady"]]
+    if part == "decode":
+        return [run["decode_tokens"] / run["decode_s"] for run in entry["runs"]]
+    return [1 / run["prefill_s"] for run in entry["runs"]]  # of the same prompts
 
 
 def format_table(result: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.extract import in_pairs
 from bench.spread import show_quartiles
 from tools.tables.records import RESULTS, record, sentences, show, span, table
 
@@ -10,11 +11,16 @@ MODES = {"none": "no extraction", "upstream": "vLLM's", "ours": "this package", 
 EIGHT_BITS = "ours-fp8"
 
 
-def rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+# A mode among those of its record.
+Mode = tuple[dict[str, Any], str]
+
+
+def rows_of(measured: Sequence[Mode]) -> list[list[str]]:
+    entries = [modes[mode] for modes, mode in measured]
     rows = []
     for part in ("prefill", "decode"):
         rows.append([f"{part}, tokens/s", *(show_quartiles(entry[f"{part}_tokens_per_s"], 0) for entry in entries)])
-        rows.append([f"{part}, times the time", *(show(entry[f"overhead_{part}"], 2) for entry in entries)])
+        rows.append([f"{part}, times the time", *(times_of_none(mode, part) for mode in measured)])
     if any("steady" in entry for entry in entries):
         rows += steady_rows_of(entries)
     rows.append(["last answer, ms", *(show_quartiles(entry["last_answer_ms"], 0) for entry in entries)])
@@ -35,6 +41,11 @@ def rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def times_of_none(measured: Mode, part: str) -> str:
+    modes, mode = measured
+    return "1" if mode == "none" else show_quartiles(in_pairs(modes["none"], modes[mode], part))
+
+
 def steady_rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Of a stretch without a pause."""
     rows = []
@@ -47,13 +58,14 @@ def steady_rows_of(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def on_cpu() -> str:
-    eager, compiled = (record(name)["modes"] for name in CPU_RECORDS)
-    entries = [modes[mode] for modes in (eager, compiled) for mode in ("none", "ours")]
+    measured = [(modes, mode) for modes in on_cpu_modes() for mode in ("none", "ours")]
     head = [f"{MODES[mode]}, {how}" for how in ("eager, batch 16", "compiled, batch 8") for mode in ("none", "ours")]
-    return table(["", *head], rows_of(entries))
+    return table(["", *head], rows_of(measured))
 
 
-CPU_RECORDS = ("extract-cpu-eager", "extract-cpu")
+def on_cpu_modes() -> list[dict[str, Any]]:
+    """Of the record of an eager engine, and of that of a compiled one."""
+    return [record(name)["modes"] for name in ("extract-cpu-eager", "extract-cpu")]
 
 
 def on_gpu() -> str:
@@ -61,27 +73,29 @@ def on_gpu() -> str:
     on_disk = record("extract-h200-disk")["modes"]
     kept = {"ours": "this package, on the disk", EIGHT_BITS: "in eight bits, on the disk"}
     kept = {mode: label for mode, label in kept.items() if mode in on_disk}
-    entries = [*(modes[mode] for mode in MODES), *(on_disk[mode] for mode in kept)]
-    return table(["", *MODES.values(), *kept.values()], rows_of(entries))
+    measured = [*((modes, mode) for mode in MODES), *((on_disk, mode) for mode in kept)]
+    return table(["", *MODES.values(), *kept.values()], rows_of(measured))
 
 
 def on_gpu_says() -> str:
     """What the goals are about: a run without a pause, on a disk and beside drafts."""
     found = record("extract-h200-disk")
-    disk, none = found["storage_bytes_per_s"], found["modes"]["none"]["steady_tokens_per_s"]["median"]
+    disk, modes = found["storage_bytes_per_s"], found["modes"]
     kept = []
     for mode, label in (("ours", "records"), (EIGHT_BITS, "records in eight bits")):
-        entry = found["modes"][mode]
-        share = entry["steady_tokens_per_s"]["median"] / none
-        written = entry["steady_bytes_per_s"]["median"] / disk["median"]
-        kept.append(f"with {label} {share:.2f} of the tokens/s without, and {written:.2f} of what the disk takes")
+        share = show_quartiles(in_pairs(modes[mode], modes["none"], "steady"))
+        written = modes[mode]["steady_bytes_per_s"]["median"] / disk["median"]
+        kept.append(f"with {label} {share} of the tokens/s without, and {written:.2f} of what the disk takes")
     speed = show_quartiles({name: value / 1e9 for name, value in disk.items()}, 2)
-    beside = record("extract-h200-mtp")["modes"]["mtp+records-v2"]
+    drafting = record("extract-h200-mtp")["modes"]
+    steady, prefill, decode = (
+        show_quartiles(in_pairs(drafting["mtp+records-v2"], drafting["mtp-v2"], part))
+        for part in ("steady", "prefill", "decode")
+    )
     return sentences(f"""
         Without a pause there are {"; ".join(kept)}, which is {speed} GB/s. The goal was 0.95 of the one or 0.9 of the
-        other, whichever is less. Beside drafts on V2, in memory, {beside["of_mtp_steady"]:.2f} of the tokens/s of
-        drafts alone (the goal was 0.97), {beside["of_mtp_prefill"]:.2f} in a prefill and
-        {beside["of_mtp_decode"]:.2f} in decoding.
+        other, whichever is less. Beside drafts on V2, in memory, {steady} of the tokens/s of drafts alone (the goal
+        was 0.97), {prefill} in a prefill and {decode} in decoding.
     """)
 
 
@@ -99,21 +113,27 @@ def beside_mtp() -> str:
     known = [name for name in BESIDE_MTP if (RESULTS / f"{name}.json").exists()]
     if not known:
         return sentences("Not measured yet. The goal is 0.95 of the speed of MTP alone on a CPU, and 0.97 on a GPU.")
-    head, entries = [""], []
+    head, measured = [""], []
     for name in known:
         modes = record(name)["modes"]
         drafting = [mode for mode in BESIDE_MTP_MODES if mode in modes]
         head += [f"{BESIDE_MTP[name]}, {BESIDE_MTP_MODES[mode]}" for mode in drafting]
-        entries += [modes[mode] for mode in drafting]
+        measured += [(modes, mode) for mode in drafting]
+    entries = [modes[mode] for modes, mode in measured]
     rows = []
     for part in ("prefill", "decode", "steady"):
-        speeds = [entry.get(f"{part}_tokens_per_s") for entry in entries]
-        rows.append([f"{part}, tokens/s", *("-" if s is None else show_quartiles(s, 0) for s in speeds)])
-        rows.append([f"{part}, of MTP alone", *(show(entry.get(f"of_mtp_{part}"), 2) for entry in entries)])
+        rows.append([f"{part}, tokens/s", *(show_quartiles(entry[f"{part}_tokens_per_s"], 0) for entry in entries)])
+        rows.append([f"{part}, of MTP alone", *(of_mtp(mode, part) for mode in measured)])
     rows.append(["tokens per pass", *(show(entry["tokens_per_pass"], 2) for entry in entries)])
     for label, key in (("rows checked", "rows"), ("rows wrong", "rows_wrong"), ("records skipped", "skipped")):
         rows.append([label, *(show(entry.get(key), 0) for entry in entries)])
     return table(head, rows)
+
+
+def of_mtp(measured: Mode, part: str) -> str:
+    modes, mode = measured
+    alone = mode.replace("+records", "")
+    return "-" if mode == alone else show_quartiles(in_pairs(modes[mode], modes[alone], part))
 
 
 def draft_head() -> str:
@@ -128,7 +148,7 @@ def draft_head() -> str:
 
 def on_cpu_says() -> str:
     prefill, decode = (
-        span(record(name)["modes"]["ours"][f"overhead_{part}"] for name in CPU_RECORDS)
+        span(in_pairs(modes["none"], modes["ours"], part)["median"] for modes in on_cpu_modes())
         for part in ("prefill", "decode")
     )
     return sentences(f"""
