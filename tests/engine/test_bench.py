@@ -11,6 +11,7 @@ import pytest
 from bench import cost
 from bench.compare import SCHEMA
 from bench.corpus import is_held_out, read_sources
+from bench.extract import in_pairs
 from bench.workers.extract import STEADY_RUNS
 from tests.support import record_scenarios
 from tests.support.children import TINY, run_command
@@ -187,6 +188,16 @@ def test_extraction_is_measured_with_every_row_checked_and_a_mode_that_cannot_ru
     assert 0 < ours["num_gpu_blocks"] < none["num_gpu_blocks"]
     assert ours["copies"] == 3
     assert 2 * 55 * 3 * 192 * 4 <= ours["peak_host_bytes"] <= 256 << 20
+
+
+def test_modes_are_compared_run_by_run_so_that_a_slow_turn_of_the_machine_is_both_modes() -> None:
+    def entry(*seconds: float) -> dict[str, Any]:
+        runs = [{"prefill_s": s, "decode_s": s / 2, "decode_tokens": 10} for s in seconds]
+        return {"runs": runs, "steady": [{"tokens": 100, "seconds": s} for s in seconds]}
+
+    alone, beside = entry(1.0, 4.0, 2.0), entry(1.25, 5.0, 2.0)
+    for part in ("prefill", "decode", "steady"):
+        assert in_pairs(beside, alone, part) == {"median": 0.8, "q1": 0.8, "q3": 0.9}
 
 
 def test_decoding_that_can_not_be_timed_is_an_error(tmp_path: Path) -> None:
