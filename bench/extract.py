@@ -314,7 +314,7 @@ def in_pairs(entry: dict[str, Any], other: dict[str, Any], part: str) -> dict[st
         entry, other: entries of one record.
         part: `prefill`, `decode` or `steady`.
     """
-    pairs = zip(_speeds(entry, part), _speeds(other, part), strict=True)
+    pairs = zip(_speeds(entry, part), _speeds(other, part), strict=False)  # who failed in a later round has fewer
     return quartiles([mine / others for mine, others in pairs], 4)
 
 
