@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from bench import compare
 from bench.environment import write_record
-from bench.spread import quartiles
+from bench.spread import quartiles, ratios_in_pairs
 from bench.tables import table
 
 TINY_MODEL = Path("assets/tiny-step3p5")
@@ -106,9 +106,8 @@ def fastest(result: dict[str, Any], batch: str) -> list[str]:
 
 
 def paired(result: dict[str, Any], mode: str, other: str, batch: str) -> dict[str, float]:
-    """Tokens/s of one mode over those of another, turn by turn: what slows one turn slows both of its runs."""
-    both = zip(speeds(result, mode, batch), speeds(result, other, batch), strict=True)
-    return quartiles([mine / theirs for mine, theirs in both])
+    """Tokens/s of one mode over those of another, turn by turn."""
+    return ratios_in_pairs(zip(speeds(result, mode, batch), speeds(result, other, batch), strict=True))
 
 
 def speeds(result: dict[str, Any], mode: str, batch: str) -> list[float]:

@@ -15,7 +15,7 @@ from bench.arguments import add_engine_argument, add_json_argument, add_prompt_a
 from bench.corpus import held_out_prompts
 from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
-from bench.spread import quartiles, show_quartiles
+from bench.spread import quartiles, ratios_in_pairs, show_quartiles
 from bench.tables import table
 from bench.workers.engine import random_prompts
 from bench.workers.extract import MODES, drafts, has_records, is_fp8, is_ours
@@ -295,27 +295,25 @@ def summarise(runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str,
 def add_overhead(entry: dict[str, Any], none: dict[str, Any] | None) -> None:
     """Adds how many times as long a token takes as in the mode `none`, in prefill and in decoding; None without it."""
     for part in ("prefill", "decode"):
-        entry[f"overhead_{part}"] = None if none is None else round(in_pairs(none, entry, part)["median"], 4)
+        entry[f"overhead_{part}"] = None if none is None else in_pairs(none, entry, part)["median"]
 
 
 def add_share(entry: dict[str, Any], mtp: dict[str, Any] | None) -> None:
     """Adds what part of its speed drafting alone has left with records beside it."""
     for part in ("prefill", "decode", "steady"):
         if mtp is not None and f"{part}_tokens_per_s" in entry and f"{part}_tokens_per_s" in mtp:
-            entry[f"of_mtp_{part}"] = round(in_pairs(entry, mtp, part)["median"], 4)
+            entry[f"of_mtp_{part}"] = in_pairs(entry, mtp, part)["median"]
 
 
 def in_pairs(entry: dict[str, Any], other: dict[str, Any], part: str) -> dict[str, float]:
     """A mode's tokens per second divided by another's, run by run, as `quartiles`.
 
-    By turns the runs of a pair came right after one another, so both met the same machine.
-
     Args:
         entry, other: entries of one record.
         part: `prefill`, `decode` or `steady`.
     """
-    pairs = zip(_speeds(entry, part), _speeds(other, part), strict=False)  # who failed in a later round has fewer
-    return quartiles([mine / others for mine, others in pairs], 4)
+    # Who failed in a later round has fewer.
+    return ratios_in_pairs(zip(_speeds(entry, part), _speeds(other, part), strict=False), 4)
 
 
 def _speeds(entry: dict[str, Any], part: str) -> list[float]:

@@ -9,7 +9,7 @@ from bench.environment import describe_environment, without_folder, write_record
 from bench.processes import run_modes
 from bench.reference import TINY_CHECKPOINTS, has_reference
 from bench.reference.acceptance import ExactLengths
-from bench.spread import quartiles
+from bench.spread import quartiles, ratios_in_pairs
 from bench.tables import table
 from bench.workers.host_parts import PARTS, mean_parts
 from bench.workers.prefix import MODES, SCENARIOS
@@ -175,8 +175,8 @@ def summarise_modes(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str
     if "none" in runs:
         base = [ms for run in runs["none"] for ms in run["ttft_ms"]]
         for mode, entry in entries.items():
-            ratios = [ms / its_base for ms, its_base in zip(less_drafting(runs[mode]), base, strict=True)]
-            entry["ttft_less_drafting_of_none"] = quartiles(ratios)
+            pairs = zip(less_drafting(runs[mode]), base, strict=True)
+            entry["ttft_less_drafting_of_none"] = ratios_in_pairs(pairs)
     return entries
 
 

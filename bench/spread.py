@@ -1,7 +1,7 @@
 """Medians with their spread, and how fast the host was meanwhile."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -10,6 +10,14 @@ def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     """`median`, `q1` and `q3`, rounded to so many digits; NaN for no values."""
     q1, median, q3 = np.percentile(values, [25, 50, 75]) if len(values) else (float("nan"),) * 3
     return {"median": round(float(median), digits), "q1": round(float(q1), digits), "q3": round(float(q3), digits)}
+
+
+def ratios_in_pairs(pairs: Iterable[tuple[float, float]], digits: int = 3) -> dict[str, float]:
+    """`quartiles` of the first of each pair over the second.
+
+    By turns a pair's runs come right after one another, so what slows the machine slows both.
+    """
+    return quartiles([mine / other for mine, other in pairs], digits)
 
 
 def show_quartiles(spread: dict[str, float], digits: int = 2) -> str:

@@ -10,7 +10,6 @@ from tools.tables.records import RESULTS, record, sentences, show, span, table
 MODES = {"none": "no extraction", "upstream": "vLLM's", "ours": "this package", "ours-v2": "this package on V2"}
 EIGHT_BITS = "ours-fp8"
 
-
 # A mode among those of its record.
 Mode = tuple[dict[str, Any], str]
 
@@ -87,11 +86,8 @@ def on_gpu_says() -> str:
         written = modes[mode]["steady_bytes_per_s"]["median"] / disk["median"]
         kept.append(f"with {label} {share} of the tokens/s without, and {written:.2f} of what the disk takes")
     speed = show_quartiles({name: value / 1e9 for name, value in disk.items()}, 2)
-    drafting = record("extract-h200-mtp")["modes"]
-    steady, prefill, decode = (
-        show_quartiles(in_pairs(drafting["mtp+records-v2"], drafting["mtp-v2"], part))
-        for part in ("steady", "prefill", "decode")
-    )
+    beside = record("extract-h200-mtp")["modes"], "mtp+records-v2"
+    steady, prefill, decode = (of_mtp(beside, part) for part in ("steady", "prefill", "decode"))
     return sentences(f"""
         Without a pause there are {"; ".join(kept)}, which is {speed} GB/s. The goal was 0.95 of the one or 0.9 of the
         other, whichever is less. Beside drafts on V2, in memory, {steady} of the tokens/s of drafts alone (the goal
@@ -122,7 +118,8 @@ def beside_mtp() -> str:
     entries = [modes[mode] for modes, mode in measured]
     rows = []
     for part in ("prefill", "decode", "steady"):
-        rows.append([f"{part}, tokens/s", *(show_quartiles(entry[f"{part}_tokens_per_s"], 0) for entry in entries)])
+        speeds = [entry.get(f"{part}_tokens_per_s") for entry in entries]
+        rows.append([f"{part}, tokens/s", *("-" if s is None else show_quartiles(s, 0) for s in speeds)])
         rows.append([f"{part}, of MTP alone", *(of_mtp(mode, part) for mode in measured)])
     rows.append(["tokens per pass", *(show(entry["tokens_per_pass"], 2) for entry in entries)])
     for label, key in (("rows checked", "rows"), ("rows wrong", "rows_wrong"), ("records skipped", "skipped")):
@@ -133,7 +130,9 @@ def beside_mtp() -> str:
 def of_mtp(measured: Mode, part: str) -> str:
     modes, mode = measured
     alone = mode.replace("+records", "")
-    return "-" if mode == alone else show_quartiles(in_pairs(modes[mode], modes[alone], part))
+    if mode == alone or f"{part}_tokens_per_s" not in modes[mode]:
+        return "-"
+    return show_quartiles(in_pairs(modes[mode], modes[alone], part))
 
 
 def draft_head() -> str:
