@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0,
         metavar="SECONDS",
-        help="also keep so many requests running for so long, several times",
+        help="also keep so many requests running for so long, in each run",
     )
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     add_prompt_arguments(parser)

@@ -36,7 +36,6 @@ COPIES_OF_OURS = 3
 
 # Of a run without a pause, outputs one after the other in quarters of `output_tokens`, which is their mean.
 STEADY = (4, 2, 5, 3, 6)
-STEADY_RUNS = 3
 
 
 def build_engine(spec: dict[str, Any]) -> Any:
@@ -276,9 +275,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     if has_records(spec["mode"]):
         result["copies"] = COPIES.get(spec["mode"], COPIES_OF_OURS) + (spec["platform"] == "cuda")
     result["steady"] = []
-    for run in range(STEADY_RUNS if spec["steady_s"] else 0):
+    for run in range(spec["runs"] if spec["steady_s"] else 0):
         take_turn()
-        report_progress(f"{spec['steady_s']:g} seconds without a pause, run {run + 1} of {STEADY_RUNS}")
+        report_progress(f"{spec['steady_s']:g} seconds without a pause, run {run + 1} of {spec['runs']}")
         done = run_steady(llm, spec, tag := f"steady-{run}")
         report_progress(f"{done['tokens'] / done['seconds']:.0f} tokens per second")
         remove_records(spec["storage"], tag)
