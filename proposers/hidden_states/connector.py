@@ -6,7 +6,7 @@ The host's own protocol of connectors, and what happens when:
    (`admission.py`). Its blocks are kept.
 2. The next step's metadata tells the worker, which gathers the rows of all of them at once when it has launched the
    model, and reports the blocks free as soon as they have been read (`get_finished`). Where the ring has no room they
-   are read in later steps.
+   are read in later steps. Where no answer waits it is the next step that has time for it (`_postpones`).
 3. A process of its own writes (`writer_process.py`). What became of a record comes back with a step's output
    (`build_connector_worker_meta`).
 
@@ -24,6 +24,7 @@ for the writers a little, so that nobody spins.
 
 import logging
 import weakref
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,9 @@ logger = logging.getLogger("vllm.proposers.hidden_states")
 # How long a step without tokens waits for the writers: long enough not to spin, short enough for a new request.
 IDLE_WAIT_S, IDLE_WAIT_WHILE_SERVING_S = 0.02, 0.005
 
+# A server that always has a prompt to run still has to take records out.
+MAX_POSTPONED_STEPS = 4
+
 # In place of blocks that a sliding window has left behind.
 NULL_BLOCK = 0
 
@@ -73,7 +77,7 @@ class Take:
         block_ids: the request's, in the store's group.
         kept_blocks: its blocks in all groups, which are kept until the rows have been read.
         name: under the storage root; None leaves it to the worker.
-        token_ids: of the rows.
+        token_ids: of the rows; an array, which crosses to other processes as its bytes.
         num_bytes: of the rows.
         steps, preemptions: of the request, where drafts are recorded.
     """
@@ -83,7 +87,7 @@ class Take:
     kept_blocks: int
     name: str | None
     number: int
-    token_ids: list[int]
+    token_ids: "array[int]"
     num_bytes: int
     steps: list[Step] | None
     preemptions: int
@@ -142,6 +146,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._anchor = choose_anchor(groups)
             self._block_size = groups[self._anchor].kv_cache_spec.block_size
             self._takes: list[Take] = []
+            self._postponed = 0
             self._number = 0
             self._warn_of_sessions = True
             self._admission = Admission(self.settings, self._waits)
@@ -173,6 +178,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return 0, False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._block_pool = gpu_block_pool
         self._loaded.bind(gpu_block_pool)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -253,7 +259,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             kept_blocks=sum(block_id != NULL_BLOCK for of_group in block_ids for block_id in of_group),
             name=wanted.name,
             number=self._number,
-            token_ids=list(request.all_token_ids[start:stop]),
+            token_ids=array("q", request.all_token_ids[start:stop]),
             num_bytes=info.rows * sum(self._plan.record_bytes(self.settings.encoding)),
             steps=None if steps is None else [step for step in steps if start <= step.row < stop],
             preemptions=request.num_preemptions,
@@ -261,8 +267,27 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> HiddenStatesMetadata:
         self._loaded.note_step(scheduler_output)
-        takes, self._takes = self._takes, []
+        takes: list[Take] = []
+        if self._takes and not self._postpones(scheduler_output):
+            takes, self._takes, self._postponed = self._takes, [], 0
         return HiddenStatesMetadata(takes, idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    def _postpones(self, scheduler_output: Any) -> bool:
+        """Whether what is to be taken out is left to a later step, where nobody waits for it.
+
+        A step with a prompt in it is launched kernel by kernel, and the engine's thread has no time left; decoding is
+        replayed as a graph, and has it wait for the device. Not while the KV cache is short of the blocks.
+        """
+        if self._waits or self._postponed == MAX_POSTPONED_STEPS or not self._runs_prompts(scheduler_output):
+            return False
+        if self._block_pool.get_num_free_blocks() < sum(take.kept_blocks for take in self._takes):
+            return False
+        self._postponed += 1
+        return True
+
+    def _runs_prompts(self, scheduler_output: Any) -> bool:
+        longest: int = max(scheduler_output.num_scheduled_tokens.values(), default=0)
+        return longest > 1 + self._vllm_config.num_speculative_tokens
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -436,6 +461,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def peak_host_bytes(self) -> int:
         """The most that waited for the writers at one time."""
         return self._ring.peak_bytes
+
+    def has_connector_metadata(self) -> bool:
+        """False: there is none for attention layers, which would call here before and after each, for nothing."""
+        return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""

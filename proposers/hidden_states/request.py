@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import PurePosixPath
 from types import NoneType
 from typing import Any, get_args
 
@@ -129,9 +128,10 @@ class RecordRequest:
             params = {}
         if not isinstance(params, dict):
             raise ValueError(f"kv_transfer_params is {params!r} and should be an object.")
-        known = [field.name for field in fields(cls) if field.name != "asked_for"]
-        if not has_others and (unknown := sorted(map(str, set(params) - set(known)))):
-            raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
+        if not has_others:
+            known = [field.name for field in fields(cls) if field.name != "asked_for"]
+            if unknown := sorted(map(str, set(params) - set(known))):
+                raise ValueError(f"kv_transfer_params has {', '.join(unknown)}; there are {', '.join(known)}.")
         defaults = {"extract": True, "include_output_tokens": include_output_tokens}
         flags = {key: params.get(key, default) for key, default in defaults.items()}
         for key, value in flags.items():
@@ -206,4 +206,4 @@ def generated_name(run: str, number: int, request_id: str) -> str:
         request_id: whatever a client chose; what is no good in a file name becomes `_`.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]", "_", request_id)[:64]
-    return str(PurePosixPath(run, f"{number // RECORDS_PER_FOLDER:06d}", f"{number:09d}-{readable}"))
+    return f"{run}/{number // RECORDS_PER_FOLDER:06d}/{number:09d}-{readable}"

@@ -46,6 +46,7 @@ class Ring:
         has_memory: False for a rank that has to know no more than how much the first one has.
 
     Attributes:
+        num_bytes: of it all.
         buffer: `[num_bytes]` uint8.
         memory: the same bytes.
         descriptor: of a file that they are, for another process to map.
@@ -54,7 +55,7 @@ class Ring:
     """
 
     def __init__(self, num_bytes: int, pinned: bool, has_memory: bool = True) -> None:
-        self.peak_bytes = 0
+        self.num_bytes, self.peak_bytes = num_bytes, 0
         self._regions: deque[Region] = deque()
         self._changed = threading.Condition()
         self.await_release: Callable[[], Any] = self._changed.wait
@@ -72,11 +73,11 @@ class Ring:
 
     def _pin(self) -> None:
         runtime, address = torch.cuda.cudart(), self.buffer.data_ptr()
-        if error := runtime.cudaHostRegister(address, len(self.buffer), 0).value:
+        if error := runtime.cudaHostRegister(address, self.num_bytes, 0).value:
             logger.warning(
                 "CUDA could not pin the %d bytes of ring_bytes (error %d), so the engine waits while hidden states are "
                 "copied to the host. Allow more locked memory (ulimit -l), or make ring_bytes smaller.",
-                len(self.buffer),
+                self.num_bytes,
                 error,
             )
             return
@@ -105,8 +106,8 @@ class Ring:
         Raises:
             ValueError: there never will be.
         """
-        if num_bytes > len(self.buffer):
-            raise ValueError(f"{num_bytes} bytes were asked of a ring of {len(self.buffer)}.")
+        if num_bytes > self.num_bytes:
+            raise ValueError(f"{num_bytes} bytes were asked of a ring of {self.num_bytes}.")
         with self._changed:
             start = self._room(num_bytes)
             if start is None:
@@ -128,7 +129,7 @@ class Ring:
             return 0
         oldest, newest = self._regions[0].start, self._regions[-1].stop
         if newest > oldest:
-            if newest + num_bytes <= len(self.buffer):
+            if newest + num_bytes <= self.num_bytes:
                 return newest
             return 0 if num_bytes <= oldest else None
         return newest if newest + num_bytes <= oldest else None

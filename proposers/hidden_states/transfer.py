@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -69,10 +70,10 @@ class RowTransfer:
         self._row = RowBytes.of(self._encoding, num_layers, size, dtype)
         row_bytes = self._row_bytes = sum(self._row)
         on_device = self._rows[0].numel() * self._rows.dtype.itemsize * self._slices.count
-        self._piece_rows = min(len(self._ring.buffer) // 2 // row_bytes, MAX_PIECE_BYTES // on_device)
+        self._piece_rows = min(self._ring.num_bytes // 2 // row_bytes, MAX_PIECE_BYTES // on_device)
         if not self._piece_rows:
             raise ValueError(
-                f"ring_bytes={len(self._ring.buffer)} and the hidden states of one token take {row_bytes}: the ring "
+                f"ring_bytes={self._ring.num_bytes} and the hidden states of one token take {row_bytes}: the ring "
                 "has to hold two tokens at least, and holds many better."
             )
         self._stream = torch.cuda.Stream(self._rows.device) if self._rows.is_cuda else None
@@ -112,10 +113,11 @@ class RowTransfer:
         """
         block_size = self._store.block_size
         parts = [slots_of(block_ids, job.info.first_position, job.info.rows, block_size) for job, block_ids, _ in batch]
-        slots = torch.from_numpy(np.concatenate(parts))
+        slots = np.concatenate(parts)
         readings = [_Reading(job, kept_blocks, job.info.rows) for job, _, kept_blocks in batch]
         spans = _Spans(readings)
-        for piece in slots.split(self._piece_rows):
+        for first in range(0, len(slots), self._piece_rows):
+            piece = slots[first : first + self._piece_rows]
             self._pieces.append(_Piece(piece, list(spans.next(len(piece)))))
         self._kept_blocks += sum(reading.kept_blocks for reading in readings)
         self.advance()
@@ -182,30 +184,38 @@ class RowTransfer:
         size = len(piece.slots) * self._row_bytes, len(piece.owners)
         return self._ring.take(*size) if wait else self._ring.take_now(*size)
 
-    def _copy(self, slots: torch.Tensor, region: Region | None) -> Arrival:
+    def _copy(self, slots: npt.NDArray[np.int64], region: Region | None) -> Arrival:
         self.gathers += 1
         if self._stream is None:
-            if region is not None and self._slices.count == 1 and not self._row.scales:
-                host = region.memory.view(self._rows.dtype).view(len(slots), *self._rows.shape[1:])
-                torch.index_select(self._rows, 0, slots, out=host)
-            elif (rows := self._slices.assemble(self._rows.index_select(0, slots))) is not None:
-                self._copy_encoded(self._encode(rows), region)
+            self._copy_on_host(torch.from_numpy(slots), region)
             return HERE
-        device = self._rows.device
-        # A collective takes its turn among the model's: two that run at once may wait for each other.
-        gathering = self._stream if self._slices.count == 1 else torch.cuda.current_stream(device)
-        with torch.cuda.stream(gathering):
-            indices = async_tensor_h2d(slots, device=device)
-            rows = self._slices.assemble(self._rows.index_select(0, indices))
-        self._stream.wait_stream(gathering)
+        rows = None
+        if self._slices.count > 1:
+            # A collective takes its turn among the model's: two that run at once may wait for each other.
+            rows = self._gather(slots)
+            self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
         with torch.cuda.stream(self._stream):
+            if self._slices.count == 1:
+                rows = self._gather(slots)
             if rows is not None:
                 rows.record_stream(self._stream)
                 self._copy_encoded(self._encode(rows), region)
                 self.copies += 1
             event = torch.cuda.Event()
-            event.record()
+            event.record(self._stream)
         return Arrival(event.query, event.synchronize)
+
+    def _copy_on_host(self, slots: torch.Tensor, region: Region | None) -> None:
+        if region is not None and self._slices.count == 1 and not self._row.scales:
+            host = region.memory.view(self._rows.dtype).view(len(slots), *self._rows.shape[1:])
+            torch.index_select(self._rows, 0, slots, out=host)
+        elif (rows := self._slices.assemble(self._rows.index_select(0, slots))) is not None:
+            self._copy_encoded(self._encode(rows), region)
+
+    def _gather(self, slots: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """Whole rows on the first rank, as of `Slices.assemble`."""
+        indices = async_tensor_h2d(slots, device=self._rows.device)
+        return self._slices.assemble(self._rows.index_select(0, indices))
 
     def _encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Whole rows `[num_rows, num_layers, hidden_size]` as they are stored: values, and scales if there are any."""
@@ -251,7 +261,7 @@ class _Piece(NamedTuple):
         owners: each with its range among them.
     """
 
-    slots: torch.Tensor
+    slots: npt.NDArray[np.int64]
     owners: list[tuple[_Reading, int, int]]
 
 

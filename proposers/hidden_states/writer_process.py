@@ -3,12 +3,14 @@
 A writer asks for Python's lock after every system call, thirty times for a file, and each time the engine's thread has
 to let go of it and wait for its return: a few ms for a record. So writers have a process, with the ring as memory that
 both have and a socket between them. What crosses it is small: what is to be written and where in the ring its rows are,
-and back what became of records and which rows have been written. Only the engine's thread has an end of it, once a
-step; nothing in this process waits for the disk but for room (`Ring.take`) and in the end (`close`).
+and back what became of records and which rows have been written. Only the engine's thread has an end of it, and sends
+what a step has for the writers at once (`advance`); nothing in this process waits for the disk but for room
+(`Ring.take`) and in the end (`close`).
 """
 
 import logging
 import mmap
+import pickle
 import select
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -40,7 +42,7 @@ ARRIVAL_POLL_S = 1e-3
 ROOM_POLL_S = 0.1
 
 
-# Messages. To the writers:
+# Messages, several of which are sent as a list. To the writers:
 
 
 class Begin(NamedTuple):
@@ -101,13 +103,23 @@ class Released(NamedTuple):
 # The engine's side.
 
 
+def _send(connection: Connection, messages: Sequence[Any]) -> None:
+    """`Connection.send` would make a pickler for each, with reducers for what never crosses here."""
+    connection.send_bytes(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+
+
 @dataclass(eq=False)
 class Outgoing:
-    """A record that was submitted: where its rows are put."""
+    """A record that was submitted: where its rows are put.
+
+    Attributes:
+        has_begun: the writers were told of it, which they are with its first rows.
+    """
 
     process: "WriterProcess"
     number: int
     job: Job
+    has_begun: bool = False
 
     @property
     def info(self) -> RecordInfo:
@@ -133,6 +145,7 @@ class WriterProcess:
         self._numbers = 0
         self._open: dict[str, Outgoing] = {}  # by request id, until it is known what became of it
         self._outbox: deque[tuple[Outgoing, Part | None]] = deque()
+        self._unsent: list[Any] = []
         self._sent: dict[int, Room] = {}  # rows that are being written, by number
         self._results: list[Written] = []
         self._connection: Connection | None = None
@@ -145,7 +158,7 @@ class WriterProcess:
         # one was found, since the engine's search path may be another than that of a new process.
         code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from {__name__} import main; main()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, descriptors), str(len(self._ring.memory))],
+            [sys.executable, "-c", code, *map(str, descriptors), str(self._ring.num_bytes)],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the engine, which ends this one when it has given it all
@@ -153,7 +166,7 @@ class WriterProcess:
         theirs.close()
         try:
             connection.send(self._settings)
-            ready = connection.recv()
+            (ready,) = connection.recv()
         except (EOFError, ConnectionError):
             ready = Ready("", f"The process that writes records ended at its start: {self._how_it_ended()}.")
         if ready.error is not None:
@@ -180,19 +193,17 @@ class WriterProcess:
                 self._start()
             except ValueError as error:
                 self._report(Written(job.info.request_id, None, None, str(error), 0))
-                return outgoing
-        self._send(Begin(outgoing.number, job))
         return outgoing
 
     def put(self, outgoing: Outgoing, part: Part | None) -> None:
-        """Sends rows on once they have arrived, after all that were put before."""
+        """Has `advance` send rows on once they have arrived, after all that were put before."""
         self._outbox.append((outgoing, part))
-        self.advance()
 
     def advance(self) -> None:
         """Sends on what has arrived, and takes note of what was written."""
         while self._outbox and self._has_arrived():
             self._send_rows(*self._outbox.popleft())
+        self._send_all()
         while self._poll(0):
             self._receive()
 
@@ -202,25 +213,30 @@ class WriterProcess:
 
     def _send_rows(self, outgoing: Outgoing, part: Part | None) -> None:
         is_lost = self._open.get(outgoing.info.request_id) is not outgoing
-        if part is None:
-            if not is_lost:
-                self._send(Stop(outgoing.number))
-            return
         if is_lost:
-            part.region.release()
+            if part is not None:
+                part.region.release()
             return
         job = outgoing.job
+        if not outgoing.has_begun:
+            outgoing.has_begun = True
+            self._unsent.append(Begin(outgoing.number, job))
+        if part is None:
+            self._unsent.append(Stop(outgoing.number))
+            return
         job.missing -= len(part.values)
         extras = {} if job.missing or job.read_extras is None else job.read_extras()
         self._numbers += 1
         self._sent[self._numbers] = part.region
         place = part.region.start, part.values, part.scales
-        self._send(Rows(outgoing.number, self._numbers, *place, not job.missing, extras))
+        self._unsent.append(Rows(outgoing.number, self._numbers, *place, not job.missing, extras))
 
-    def _send(self, message: Any) -> None:
-        assert self._connection is not None
+    def _send_all(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if not messages or self._connection is None:
+            return
         try:
-            self._connection.send(message)
+            _send(self._connection, messages)
         except ConnectionError:
             self._lose()
 
@@ -230,15 +246,15 @@ class WriterProcess:
     def _receive(self) -> None:
         assert self._connection is not None
         try:
-            message = self._connection.recv()
+            messages = self._connection.recv()
         except (EOFError, ConnectionError):
             self._lose()
             return
-        if isinstance(message, Released):
-            self._sent.pop(message.part).release()
-            return
-        for written in message:
-            self._report(written)
+        for message in messages:
+            if isinstance(message, Released):
+                self._sent.pop(message.part).release()
+            else:
+                self._report(message)
 
     def _report(self, written: Written) -> None:
         del self._open[written.request_id]
@@ -250,7 +266,7 @@ class WriterProcess:
         """Fails what the process had; the next record has another."""
         assert self._connection is not None
         self._connection.close()
-        self._connection = None
+        self._connection, self._unsent = None, []
         error = f"the process that wrote records ended: {self._how_it_ended()}; the next record has another one"
         for request_id in list(self._open):
             self._report(Written(request_id, None, None, error, 0))
@@ -272,16 +288,19 @@ class WriterProcess:
 
     def _wait(self, timeout: float) -> None:
         """For a message, or for rows to arrive."""
-        self._poll(min(timeout, ARRIVAL_POLL_S) if self._outbox else timeout)
+        if not self._outbox:
+            self._poll(timeout)
+        elif not self._has_arrived():
+            self._poll(min(timeout, ARRIVAL_POLL_S))
         self.advance()
 
     def _await_release(self) -> None:
         self._wait(ROOM_POLL_S)
 
     def flush(self) -> None:
-        """Has open shards closed, however little is in them."""
-        if self._open and self._connection is not None:
-            self._send(Flush())
+        """Has `advance` have open shards closed, however little is in them."""
+        if self._open:
+            self._unsent.append(Flush())
 
     def close(self) -> None:
         """Has all written that was put, and ends the process."""
@@ -290,8 +309,8 @@ class WriterProcess:
             if part is not None:
                 part.arrival.wait()
             self.advance()
-        if self._connection is not None:
-            self._send(Close())
+        self._unsent.append(Close())
+        self.advance()
         while self._connection is not None:  # until it hangs up
             self._receive()
 
@@ -324,18 +343,25 @@ class _Served:
         self._sending = threading.Lock()
         self._jobs: dict[int, Job] = {}  # whose rows are still to come
 
-    def send(self, message: Any) -> None:
+    def send(self, messages: Sequence[Any]) -> None:
         # An engine that was killed asks no more; what it has handed over is written all the same.
         with self._sending, suppress(ConnectionError):
-            self._connection.send(message)
+            _send(self._connection, messages)
 
     def run(self, writers: Writers) -> None:
         """Hands on what comes, until the engine has no more or is no more."""
-        with suppress(EOFError, ConnectionError):
-            while not isinstance(message := self._connection.recv(), Close):
-                self._take(message, writers)
+        for message in self._messages():
+            self._take(message, writers)
         for job in self._jobs.values():
             job.put(None)
+
+    def _messages(self) -> Iterator[Any]:
+        with suppress(EOFError, ConnectionError):
+            while True:
+                for message in self._connection.recv():
+                    if isinstance(message, Close):
+                        return
+                    yield message
 
     def _take(self, message: Any, writers: Writers) -> None:
         if isinstance(message, Begin):
@@ -352,7 +378,7 @@ class _Served:
     def _take_rows(self, rows: Rows) -> None:
         job = self._jobs.pop(rows.number) if rows.is_last else self._jobs[rows.number]
         job.read_extras = lambda: rows.extras
-        region = _Region(self._memory, rows.start, lambda: self.send(Released(rows.part)))
+        region = _Region(self._memory, rows.start, lambda: self.send([Released(rows.part)]))
         job.put(Part(region, rows.values, rows.scales))
 
 
@@ -373,10 +399,10 @@ def main() -> None:
     try:
         storage = Storage(settings.storage_root)
     except ValueError as error:
-        served.send(Ready("", str(error)))
+        served.send([Ready("", str(error))])
         return
     writers = Writers(_make_sinks(settings, storage), settings.shard_seconds, served.send)
-    served.send(Ready(storage.run))
+    served.send([Ready(storage.run)])
     served.run(writers)
     writers.close()
     storage.close()

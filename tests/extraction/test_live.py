@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from proposers.hidden_states.admission import REASONS, SAMPLING
+from proposers.hidden_states.connector import MAX_POSTPONED_STEPS
 from tests.support import live_scenarios
 from tests.support.engine_arguments import mtp
 from tests.support.forked_engine import run
@@ -117,6 +118,19 @@ def test_a_disk_that_stands_still_holds_back_no_answer_and_no_step_and_skips_who
     assert found["after"] == [None, True]
     assert found["worst"] < 1e-3
     assert found["blocks in use"] == 0
+
+
+def test_rows_are_taken_out_beside_decoding_where_there_is_room_to_wait_for_that(tmp_path: Path) -> None:
+    engine = mtp(3) | {"kv_transfer_config": connector(tmp_path), "max_num_batched_tokens": 48}
+    found = run(live_scenarios.beside_prompts, engine, root=str(tmp_path)).value
+    assert found["found"]["alone"] == [False]
+    few = found["found"]["beside a few chunks"]
+    assert 1 < len(few) <= MAX_POSTPONED_STEPS
+    assert few == [True] * (len(few) - 1) + [False]
+    assert found["found"]["beside many chunks"] == [True] * (MAX_POSTPONED_STEPS + 1)
+    assert found["found"]["without free blocks"] == [True]
+    assert found["records"] == 4
+    assert found["worst"] < 1e-3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -3,6 +3,7 @@
 import random
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -240,6 +241,53 @@ def serving_first(llm: LLM, root: str) -> dict[str, Any]:
     facts["after"] = [after[0]["params"], Path(root, "asked/for.safetensors").exists()]
     facts["blocks in use"] = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
     return facts
+
+
+def beside_prompts(llm: LLM, root: str) -> dict[str, Any]:
+    """Short requests that end while a long prompt is run in chunks, and one that ends while nothing is.
+
+    Returns:
+        of each, the steps from its end up to that which takes its rows out, and whether these ran prompts.
+    """
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    steps = watch_takes(scheduler)
+    found: dict[str, Any] = {}
+
+    def run(name: str, *others: list[int]) -> None:
+        engine.add_request(name, {"prompt_token_ids": prompts(9, seed=len(found))[0]}, ask(1, name=name))
+        for i, prompt in enumerate(others):
+            engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, ask(8, extract=False))
+        ended = None
+        while scheduler.has_requests():
+            done = engine.step()
+            if ended is None and any(output.request_id == name and output.finished for output in done):
+                ended = len(steps)
+        after = steps[ended:]
+        found[name] = [runs_prompts for runs_prompts, takes in after[: 1 + [takes for _, takes in after].index([name])]]
+
+    run("alone")
+    run("beside a few chunks", prompts(100, seed=7)[0])
+    run("beside many chunks", prompts(300, seed=8)[0])
+    scheduler.connector._block_pool = SimpleNamespace(get_num_free_blocks=lambda: 0)
+    run("without free blocks", prompts(100, seed=9)[0])
+    return {"found": found, "worst": worst_error(llm, root), "records": len(RecordDataset(root))}
+
+
+def watch_takes(scheduler: Any) -> list[tuple[bool, list[str]]]:
+    """Of each step from now on, whether it runs part of a prompt, and whose rows are taken out in it."""
+    seen: list[tuple[bool, list[str]]] = []
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        longest = max(output.num_scheduled_tokens.values(), default=0)
+        takes = [take.name for take in output.kv_connector_metadata.takes]
+        seen.append((longest > 4, takes))  # three drafts and the token before them
+        return output
+
+    scheduler.schedule = watched
+    return seen
 
 
 def answers(llm: LLM, root: str) -> dict[str, Any]:

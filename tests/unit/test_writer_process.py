@@ -112,6 +112,7 @@ def test_a_writer_that_is_killed_fails_what_it_had_and_the_next_record_has_anoth
         assert all("ended: signal 9" in str(result.error) for result in results)
         put(ring, half, 13)  # what was on its way when it was killed
         waiting.put(None)
+        process.advance()
         assert ring.used_bytes == 0
         put(ring, process.submit(job("next")), 20)
     (written,) = process.take_results()
@@ -153,6 +154,7 @@ for name, rows in (("whole", 20), ("half", 10)):
     info = RecordInfo((4, 0), 4, "float32", "some/model", 20, 0, 20, "stop", name)
     outgoing = process.submit(Job(name, True, info, list(range(20)), (2, 16)))
     outgoing.put(Part(ring.take(rows * 128, users=1), range(rows * 128), range(0)))
+process.advance()
 print(process._process.pid, flush=True)
 sys.stdin.read()
 """
