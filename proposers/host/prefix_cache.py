@@ -7,6 +7,7 @@ V1, patches see to it that a block's rows are what its key says: these, and `dra
 import logging
 from typing import Any
 
+from proposers.hidden_states.plan import CONNECTOR
 from proposers.host.patching import patch
 from proposers.lookahead import lookahead_of, why_the_hosts_keys
 
@@ -16,9 +17,10 @@ logger = logging.getLogger("vllm.proposers")
 @patch(
     "vllm.v1.engine.core:EngineCore.__init__",
     ("self", "vllm_config", ...),
-    why="a block's last draft rows depend on the tokens after it, which are not in the host's key of the block.",
+    why="a block's last draft rows depend on the tokens after it, which are not in the host's key of the block. And "
+    "beside any KV connector the host makes keys without a prefix cache, too, which HiddenStatesConnector never reads.",
     upstream="none yet",
-    until="vLLM keys a drafter's blocks by what their rows depend on",
+    until="vLLM keys a drafter's blocks by what their rows depend on, and asks a connector whether it reads keys",
 )
 def key_blocks_by_what_follows(original: Any) -> Any:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -27,6 +29,8 @@ def key_blocks_by_what_follows(original: Any) -> Any:
             # It guards against what the keys below rule out.
             vllm_config.speculative_config.disable_eagle_block_drop = True
         original(self, vllm_config, *args, **kwargs)
+        if _nobody_reads_keys(vllm_config):
+            self.request_block_hasher = None
         if not lookahead or self.request_block_hasher is None:
             return
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -43,6 +47,12 @@ def key_blocks_by_what_follows(original: Any) -> Any:
             prefix.keep_states_to_resume_at(self.scheduler, lookahead)
 
     return __init__
+
+
+def _nobody_reads_keys(vllm_config: Any) -> bool:
+    transfer = vllm_config.kv_transfer_config
+    alone = transfer is not None and transfer.kv_connector == CONNECTOR
+    return alone and not vllm_config.cache_config.enable_prefix_caching
 
 
 def _decide(vllm_config: Any) -> int:

@@ -133,6 +133,17 @@ def test_rows_are_taken_out_beside_decoding_where_there_is_room_to_wait_for_that
     assert found["worst"] < 1e-3
 
 
+@pytest.mark.parametrize(("transfer", "keys"), [(connector, False), (among_others, True)], ids=["alone", "not alone"])
+def test_without_a_prefix_cache_blocks_have_keys_for_another_connector_alone(
+    transfer: Any, keys: bool, tmp_path: Path
+) -> None:
+    engine = mtp(3) | {"kv_transfer_config": transfer(tmp_path), "enable_prefix_caching": False}
+    found = run(live_scenarios.without_prefix_cache, engine, root=str(tmp_path)).value
+    assert [count > 0 for count in found["keys"]] == [keys] * 2
+    assert found["records"] == 2
+    assert found["worst"] < 1e-3
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_has_finished_when_an_engine_is_shut_down_is_written(ranks: int, tmp_path: Path) -> None:
     """In the caller's process with one rank, in a process of its own with two."""

@@ -290,6 +290,21 @@ def watch_takes(scheduler: Any) -> list[tuple[bool, list[str]]]:
     return seen
 
 
+def without_prefix_cache(llm: LLM, root: str) -> dict[str, Any]:
+    """The same prompt twice: what is collected, and how many of its blocks have keys."""
+    engine = llm.llm_engine.engine_core.engine_core
+    finish, keys = engine.scheduler._free_request, []
+
+    def watched(request: Any, *args: Any, **kwargs: Any) -> Any:
+        keys.append(len(request.block_hashes))
+        return finish(request, *args, **kwargs)
+
+    engine.scheduler._free_request = watched
+    llm.generate([{"prompt_token_ids": prompts(100)[0]}] * 2, ask(8), use_tqdm=False)
+    settle(llm)
+    return {"keys": keys, "records": len(RecordDataset(root)), "worst": worst_error(llm, root)}
+
+
 def answers(llm: LLM, root: str) -> dict[str, Any]:
     """What answers say that wait for records, of a request that says nothing of one and of two that ask for it."""
     return {
