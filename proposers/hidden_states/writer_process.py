@@ -146,6 +146,7 @@ class WriterProcess:
         self._open: dict[str, Outgoing] = {}  # by request id, until it is known what became of it
         self._outbox: deque[tuple[Outgoing, Part | None]] = deque()
         self._unsent: list[Any] = []
+        self._closes_shards = False
         self._sent: dict[int, Room] = {}  # rows that are being written, by number
         self._results: list[Written] = []
         self._connection: Connection | None = None
@@ -203,6 +204,9 @@ class WriterProcess:
         """Sends on what has arrived, and takes note of what was written."""
         while self._outbox and self._has_arrived():
             self._send_rows(*self._outbox.popleft())
+        if self._closes_shards and not self._outbox:
+            self._closes_shards = False
+            self._unsent.append(Flush())
         self._send_all()
         while self._poll(0):
             self._receive()
@@ -298,9 +302,8 @@ class WriterProcess:
         self._wait(ROOM_POLL_S)
 
     def flush(self) -> None:
-        """Has `advance` have open shards closed, however little is in them."""
-        if self._open:
-            self._unsent.append(Flush())
+        """Has open shards closed, however little is in them, once all that was put before has been sent."""
+        self._closes_shards = bool(self._open)
 
     def close(self) -> None:
         """Has all written that was put, and ends the process."""

@@ -91,6 +91,18 @@ def test_rows_are_written_once_they_have_arrived_and_in_their_order(tmp_path: Pa
     assert {result.request_id for result in written} == {"late", "early"}
 
 
+def test_a_shard_is_closed_with_the_rows_that_were_still_on_their_way(tmp_path: Path) -> None:
+    has_arrived = False
+    with writing(tmp_path, sharded=True) as (process, ring):
+        put(ring, process.submit(job("late")), 20, Arrival(lambda: has_arrived, lambda: None))
+        process.flush()
+        assert process.take_results(timeout=0.1) == []
+        has_arrived = True
+        (written,) = process.take_results(timeout=30)
+        assert written.error is None
+        assert process.pending == 0
+
+
 def test_a_root_that_cannot_be_used_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="Name a folder that this process may write to"), writing(tmp_path / "file"):
