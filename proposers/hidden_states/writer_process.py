@@ -145,7 +145,6 @@ class WriterProcess:
         self._numbers = 0
         self._open: dict[str, Outgoing] = {}  # by request id, until it is known what became of it
         self._outbox: deque[tuple[Outgoing, Part | None]] = deque()
-        self._unsent: list[Any] = []
         self._closes_shards = False
         self._sent: dict[int, Room] = {}  # rows that are being written, by number
         self._results: list[Written] = []
@@ -202,12 +201,13 @@ class WriterProcess:
 
     def advance(self) -> None:
         """Sends on what has arrived, and takes note of what was written."""
+        messages: list[Any] = []
         while self._outbox and self._has_arrived():
-            self._send_rows(*self._outbox.popleft())
+            messages += self._messages_of(*self._outbox.popleft())
         if self._closes_shards and not self._outbox:
             self._closes_shards = False
-            self._unsent.append(Flush())
-        self._send_all()
+            messages.append(Flush())
+        self._send_all(messages)
         while self._poll(0):
             self._receive()
 
@@ -215,28 +215,24 @@ class WriterProcess:
         _, part = self._outbox[0]
         return part is None or part.arrival.query()
 
-    def _send_rows(self, outgoing: Outgoing, part: Part | None) -> None:
-        is_lost = self._open.get(outgoing.info.request_id) is not outgoing
-        if is_lost:
+    def _messages_of(self, outgoing: Outgoing, part: Part | None) -> list[Any]:
+        if self._open.get(outgoing.info.request_id) is not outgoing:  # it was failed with the process that had it
             if part is not None:
                 part.region.release()
-            return
+            return []
         job = outgoing.job
-        if not outgoing.has_begun:
-            outgoing.has_begun = True
-            self._unsent.append(Begin(outgoing.number, job))
+        begin = [] if outgoing.has_begun else [Begin(outgoing.number, job)]
+        outgoing.has_begun = True
         if part is None:
-            self._unsent.append(Stop(outgoing.number))
-            return
+            return [*begin, Stop(outgoing.number)]
         job.missing -= len(part.values)
         extras = {} if job.missing or job.read_extras is None else job.read_extras()
         self._numbers += 1
         self._sent[self._numbers] = part.region
         place = part.region.start, part.values, part.scales
-        self._unsent.append(Rows(outgoing.number, self._numbers, *place, not job.missing, extras))
+        return [*begin, Rows(outgoing.number, self._numbers, *place, not job.missing, extras)]
 
-    def _send_all(self) -> None:
-        messages, self._unsent = self._unsent, []
+    def _send_all(self, messages: Sequence[Any]) -> None:
         if not messages or self._connection is None:
             return
         try:
@@ -270,7 +266,7 @@ class WriterProcess:
         """Fails what the process had; the next record has another."""
         assert self._connection is not None
         self._connection.close()
-        self._connection, self._unsent = None, []
+        self._connection = None
         error = f"the process that wrote records ended: {self._how_it_ended()}; the next record has another one"
         for request_id in list(self._open):
             self._report(Written(request_id, None, None, error, 0))
@@ -312,8 +308,7 @@ class WriterProcess:
             if part is not None:
                 part.arrival.wait()
             self.advance()
-        self._unsent.append(Close())
-        self.advance()
+        self._send_all([Close()])
         while self._connection is not None:  # until it hangs up
             self._receive()
 
