@@ -18,7 +18,7 @@ from bench.processes import run_modes
 from bench.spread import quartiles, ratios_in_pairs, show_quartiles
 from bench.tables import table
 from bench.workers.engine import random_prompts
-from bench.workers.extract import MODES, drafts, has_records, is_fp8, is_ours
+from bench.workers.extract import MODES, drafts, has_records, is_fp8, is_ours, without_records
 
 SCHEMA = "vllm-mtp-proposers/extract/1"
 WRITERS, FILE_BYTES = 4, 1 << 24  # as many at a time as `writer_threads` has by default
@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         add_overhead(entry, entries.get("none"))
     for mode, entry in entries.items():
         if drafts(mode) and has_records(mode):
-            add_share(entry, entries.get(mode.replace("+records", "")))
+            add_share(entry, entries.get(without_records(mode)))
     settings = {key: value for key, value in spec.items() if key != "prompts"}
     settings |= {"model": without_folder(args.model), "num_prompts": args.prompts}
     return {

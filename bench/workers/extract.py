@@ -71,6 +71,11 @@ def drafts(mode: str) -> bool:
     return mode.startswith("mtp")
 
 
+def without_records(mode: str) -> str:
+    """The mode that drafts as this one does, and leaves no records."""
+    return mode.replace("+records", "")
+
+
 def extraction_arguments(spec: dict[str, Any]) -> dict[str, Any]:
     """What makes an engine extract, or draft, in each mode."""
     mode = spec["mode"]

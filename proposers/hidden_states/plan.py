@@ -139,6 +139,11 @@ def connectors_of(vllm_config: "VllmConfig") -> dict[str, dict[str, Any]]:
     return {transfer.kv_connector: transfer.kv_connector_extra_config, **named}
 
 
+def is_the_only_connector(vllm_config: "VllmConfig") -> bool:
+    """Whether `HiddenStatesConnector` is the engine's KV connector, and none among others within `MultiConnector`."""
+    return list(connectors_of(vllm_config)) == [CONNECTOR]
+
+
 def settings_of_connector(vllm_config: "VllmConfig") -> dict[str, Any] | None:
     """`kv_connector_extra_config` of `HiddenStatesConnector`; None where it isn't named."""
     return connectors_of(vllm_config).get(CONNECTOR)

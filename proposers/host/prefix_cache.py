@@ -7,7 +7,7 @@ V1, patches see to it that a block's rows are what its key says: these, and `dra
 import logging
 from typing import Any
 
-from proposers.hidden_states.plan import CONNECTOR
+from proposers.hidden_states.plan import is_the_only_connector
 from proposers.host.patching import patch
 from proposers.lookahead import lookahead_of, why_the_hosts_keys
 
@@ -50,9 +50,7 @@ def key_blocks_by_what_follows(original: Any) -> Any:
 
 
 def _nobody_reads_keys(vllm_config: Any) -> bool:
-    transfer = vllm_config.kv_transfer_config
-    alone = transfer is not None and transfer.kv_connector == CONNECTOR
-    return alone and not vllm_config.cache_config.enable_prefix_caching
+    return is_the_only_connector(vllm_config) and not vllm_config.cache_config.enable_prefix_caching
 
 
 def _decide(vllm_config: Any) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from proposers.hidden_states.plan import CONNECTOR, settings_of_connector
+from proposers.hidden_states.plan import is_the_only_connector, settings_of_connector
 from proposers.host.patching import patch
 
 
@@ -48,8 +48,8 @@ def _wanted(vllm_config: Any, params: Any) -> Any:
         return None
     from proposers.hidden_states.request import RecordRequest
 
-    is_alone = vllm_config.kv_transfer_config.kv_connector == CONNECTOR
-    return RecordRequest.of(asked, settings.get("include_output_tokens", False), has_others=not is_alone)
+    has_others = not is_the_only_connector(vllm_config)
+    return RecordRequest.of(asked, settings.get("include_output_tokens", False), has_others=has_others)
 
 
 PATCHES = (refuse_wrong_requests,)

@@ -5,6 +5,7 @@ from typing import Any
 
 from bench.extract import in_pairs
 from bench.spread import show_quartiles
+from bench.workers.extract import without_records
 from tools.tables.records import RESULTS, record, sentences, show, span, table
 
 MODES = {"none": "no extraction", "upstream": "vLLM's", "ours": "this package", "ours-v2": "this package on V2"}
@@ -129,7 +130,7 @@ def beside_mtp() -> str:
 
 def of_mtp(measured: Mode, part: str) -> str:
     modes, mode = measured
-    alone = mode.replace("+records", "")
+    alone = without_records(mode)
     if mode == alone or f"{part}_tokens_per_s" not in modes[mode]:
         return "-"
     return show_quartiles(in_pairs(modes[mode], modes[alone], part))
